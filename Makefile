@@ -1,0 +1,37 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test lint types imports docs unit clean
+
+# Everything is installed with pinned versions: the same tree gives the same environment.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "replayssm needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch .venv/installed
+
+install: .venv/installed
+
+demo: install
+	$(BIN)/replayssm generate --speculate lookup:8 --max-new-tokens 200 --stats
+
+test: lint types imports docs unit
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/pyright
+
+imports: install
+	$(BIN)/lint-imports
+
+docs: install
+	$(BIN)/mkdocs build --strict --quiet
+
+unit: install
+	$(BIN)/pytest -n 2
+
+clean:
+	rm -rf .venv site build .pytest_cache .ruff_cache .hypothesis
