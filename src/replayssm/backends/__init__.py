@@ -1,0 +1,1 @@
+"""Where the closed form runs: one module a backend."""

@@ -1,0 +1,316 @@
+"""The closed form in torch, for the CPU and any device (docs: mathematics).
+
+Everything works on R rows at once, ragged rows padded with inert tokens. Letters: R rows, H heads, G groups,
+P head_dim, K state_dim, E buffer entries, T new tokens, n probes of the state.
+
+Every exponent is a sum of log-decays over its own segment, never a difference of prefix sums: with strongly decaying
+heads such differences lose most of their digits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from replayssm.inputs import Lowered
+from replayssm.layout import Layout
+
+# Rows are folded in pieces of about this many bytes, which stay in a core's cache between reading and writing.
+_PIECE_BYTES = 2 << 20
+# Entries that the fold takes at once: its pairwise terms grow with the square, its passes over the state fall linearly.
+_BLOCK = 16
+
+
+class Batch(NamedTuple):
+    """The rows of one step that bring tokens.
+
+    Attributes:
+        slots: [R] int64.
+        length: [R] int64, committed entries.
+        tokens: [R, T] int64, each token's place among the inputs; padding repeats place 0.
+        valid: [R, T] bool, False for padding; None where every row brings T tokens.
+        parents: [R, T] int64, row-local, −1 the root; None for chains.
+        entries: largest of ``length``.
+    """
+
+    slots: Tensor
+    length: Tensor
+    tokens: Tensor
+    valid: Tensor | None
+    parents: Tensor | None
+    entries: int
+
+
+class Entries(NamedTuple):
+    """Tokens in the letters of the recurrence, head-major and wide: buffer entries, or new tokens.
+
+    Attributes:
+        k: [R, G, E, K] with the key's scale applied.
+        v: [R, H, E, P].
+        g: [R, H, E] or [R, H, E, K].
+        beta: [R, H, E].
+    """
+
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+def step(layer: dict[str, Tensor], layout: Layout, lowered: Lowered, batch: Batch) -> Tensor:
+    """Outputs of the batch's tokens; appends them to the buffer as uncommitted entries.
+
+    Args:
+        layer: the layer's tensors, as ``Layout.tensors`` names them.
+        layout: of the cache.
+        lowered: N tokens after the gates.
+        batch: which rows bring which of them.
+
+    Returns:
+        [N, H, P] in the activation dtype; zero where no row brings the token.
+    """
+    q, new = _gather_tokens(lowered, layout, batch)
+    past = _gather_entries(layer, layout, batch.slots, batch.length, batch.entries)
+    written = layer["written"][batch.slots, :, : batch.entries] if "written" in layer else None
+    state = layer.get("read_copy", layer["checkpoint"])
+    out, u = _closed_form(state, layout, batch, past, written, q, new)
+    _append(layer, lowered, batch, u)
+    result = out.new_zeros((lowered.v.shape[0], layout.heads, layout.head_dim), dtype=layout.dtype)
+    flat = out.transpose(1, 2).to(layout.dtype)
+    if batch.valid is None:
+        result[batch.tokens.flatten()] = flat.flatten(0, 1)
+    else:
+        result[batch.tokens[batch.valid]] = flat[batch.valid]
+    return result
+
+
+def advance(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> Tensor:
+    """The state after the committed entries, recomputed from the checkpoint and the raw inputs.
+
+    Args:
+        layer: the layer's tensors.
+        layout: of the cache.
+        slots: [R] int64.
+        length: [R] int64 committed entries.
+
+    Returns:
+        [R, H, P, K] wide.
+    """
+    state = layer["checkpoint"][slots].to(layout.wide)
+    longest = int(length.max()) if len(length) else 0
+    whole = _gather_entries(layer, layout, slots, length, longest)
+    for start in range(0, longest, _BLOCK):
+        block = Entries(*(x[:, :, start : start + _BLOCK] for x in whole))
+        state = _advance_block(state, layout, block)
+    return state
+
+
+def pieces(layout: Layout, rows: int) -> list[slice]:
+    """Cut rows into slices whose states stay in a core's cache."""
+    row_bytes = layout.heads * layout.head_dim * layout.state_dim * layout.wide.itemsize
+    size = max(1, _PIECE_BYTES // row_bytes)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _closed_form(
+    state: Tensor,
+    layout: Layout,
+    batch: Batch,
+    past: Entries,
+    written: Tensor | None,
+    q: Tensor,
+    new: Entries,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [R, H, T, P] and written values u [R, H, T, P] of the new tokens."""
+    delta = layout.recurrence.update == "delta"
+    tokens = q.shape[2]
+    u_past = past.beta[..., None] * past.v if written is None else _select(written.to(layout.wide), batch.length, 2)
+    since = _sums_after(past.g)
+    total = past.g.sum(2)
+    along = _path_sums(new.g, batch.parents)
+
+    probes = torch.cat([q, new.k], 2) if delta else q
+    along_n = torch.cat([along, along], 2) if delta else along
+    seen = _read(state, layout, batch.slots, probes, total[:, :, None] + along_n)
+    seen += _scores(past.k, probes, layout, since, along_n).transpose(-1, -2) @ u_past
+
+    u = new.beta[..., None] * (new.v - seen[:, :, tokens:]) if delta else new.beta[..., None] * new.v
+    if tokens == 1:
+        own = _per_head((q * new.k).sum(-1), layout)
+        return seen[:, :, :1] + own[..., None] * u, u
+    between, earlier = _pair_sums(new.g, batch.parents)
+    if delta:
+        among = _pairs(new.k, new.k, layout, between, earlier)
+        u = _solve(among * new.beta[..., None], u)
+    own = torch.eye(tokens, dtype=torch.bool, device=q.device)
+    return seen[:, :, :tokens] + _pairs(q, new.k, layout, between, earlier | own) @ u, u
+
+
+def _advance_block(state: Tensor, layout: Layout, block: Entries) -> Tensor:
+    """Fold up to ``_BLOCK`` entries into a state [R, H, P, K]."""
+    after = _sums_after(block.g)
+    total = block.g.sum(2)
+    u = block.beta[..., None] * block.v
+    if layout.recurrence.update == "delta":
+        until = block.g.cumsum(2)
+        seen = _read_dense(state, layout, block.k, until)
+        between, earlier = _pair_sums(block.g, None)
+        among = _pairs(block.k, block.k, layout, between, earlier)
+        u = _solve(among * block.beta[..., None], u - block.beta[..., None] * seen)
+    if layout.recurrence.decay == "channel":
+        keys = _per_head(block.k, layout) * after.exp()
+        decayed = state * total.exp()[:, :, None, :]
+    else:
+        keys = _per_head(block.k, layout) * after.exp()[..., None]
+        decayed = state * total.exp()[..., None, None]
+    rows, heads = state.shape[:2]
+    left, right = u.transpose(-1, -2).flatten(0, 1), keys.flatten(0, 1)
+    return torch.baddbmm(decayed.flatten(0, 1), left, right).unflatten(0, (rows, heads))
+
+
+def _read(state: Tensor, layout: Layout, slots: Tensor, probes: Tensor, exponent: Tensor) -> Tensor:
+    """S (x ⊙ e^exponent) for each probe of ``probes`` [R, G, n, K]: [R, H, n, P]. S is read by slot, in pieces."""
+    parts = []
+    for piece in pieces(layout, len(slots)):
+        dense = state[slots[piece]].to(layout.wide)
+        parts.append(_read_dense(dense, layout, probes[piece], exponent[piece]))
+    return torch.cat(parts)
+
+
+def _read_dense(state: Tensor, layout: Layout, probes: Tensor, exponent: Tensor) -> Tensor:
+    """S (x ⊙ e^exponent) for a gathered state [R, H, P, K]."""
+    if layout.recurrence.decay == "channel":
+        return (_per_head(probes, layout) * exponent.exp()) @ state.transpose(-1, -2)
+    rows, heads, p, k = state.shape
+    grouped = state.reshape(rows, layout.groups, heads // layout.groups * p, k)
+    seen = probes @ grouped.transpose(-1, -2)
+    seen = seen.unflatten(-1, (heads // layout.groups, p)).transpose(2, 3).flatten(1, 2)
+    return seen * exponent.exp()[..., None]
+
+
+def _scores(keys: Tensor, probes: Tensor, layout: Layout, since: Tensor, along: Tensor) -> Tensor:
+    """⟨k_j ⊙ e^{c_i−c_j}, x_i⟩ of past entries j and probes i: [R, H, E, n]. The exponent is since_j + along_i."""
+    if layout.recurrence.decay == "channel":
+        decayed = _per_head(keys, layout) * since.exp()
+        return decayed @ (_per_head(probes, layout) * along.exp()).transpose(-1, -2)
+    plain = _per_head(keys @ probes.transpose(-1, -2), layout)
+    return plain * (since[..., None] + along[:, :, None]).exp()
+
+
+def _pairs(probes: Tensor, keys: Tensor, layout: Layout, between: Tensor, mask: Tensor) -> Tensor:
+    """⟨k_j ⊙ e^{between_ij}, x_i⟩ where ``mask`` [.., i, j] holds, else 0: [R, H, T, T]."""
+    if layout.recurrence.decay == "channel":
+        left = _per_head(probes, layout)[:, :, :, None] * between.exp()
+        scores = (left * _per_head(keys, layout)[:, :, None]).sum(-1)
+    else:
+        scores = _per_head(probes @ keys.transpose(-1, -2), layout) * between.exp()
+    return torch.where(mask, scores, 0.0)
+
+
+def _solve(strict_lower: Tensor, right: Tensor) -> Tensor:
+    """(I + A)⁻¹ right, A strictly lower triangular (an ancestor comes before its descendants)."""
+    return torch.linalg.solve_triangular(strict_lower, right, upper=False, unitriangular=True)
+
+
+def _sums_after(g: Tensor) -> Tensor:
+    """Σ_{m>j} g_m along dimension 2, summed from the end: what decays entry j until the last entry."""
+    shifted = torch.cat([g[:, :, 1:], torch.zeros_like(g[:, :, :1])], 2)
+    return shifted.flip(2).cumsum(2).flip(2)
+
+
+def _path_sums(g: Tensor, parents: Tensor | None) -> Tensor:
+    """Σ g over a token's path from the root, itself included: like g."""
+    if parents is None:
+        return g.cumsum(2)
+    sums = torch.empty_like(g)
+    rows = torch.arange(len(g), device=g.device)
+    for i in range(g.shape[2]):
+        parent = parents[:, i]
+        before = sums[rows, :, parent.clamp(min=0)]
+        keep = (parent >= 0).view(-1, *(1,) * (before.ndim - 1))
+        sums[:, :, i] = torch.where(keep, before, 0.0) + g[:, :, i]
+    return sums
+
+
+def _pair_sums(g: Tensor, parents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """For tokens i and j: Σ g over the path from j (excluded) to i, and whether j is a proper ancestor of i.
+
+    Returns [R, H, T, T] (or [R, H, T, T, K]) with zeros where j is no ancestor, and a mask [R or 1, 1, T, T].
+    """
+    rows, heads, tokens = g.shape[:3]
+    if parents is None:
+        earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=g.device).tril(-1)
+        spread = g[:, :, :, None].expand(rows, heads, tokens, tokens, *g.shape[3:])
+        mask = earlier.view(tokens, tokens, *(1,) * (g.ndim - 3))
+        return torch.where(mask, spread, 0.0).cumsum(2).where(mask, 0.0), earlier[None, None]
+    between = g.new_zeros((rows, heads, tokens, tokens, *g.shape[3:]))
+    earlier = torch.zeros(rows, tokens, tokens, dtype=torch.bool, device=g.device)
+    index = torch.arange(rows, device=g.device)
+    for i in range(tokens):
+        parent = parents[:, i]
+        above = parent.clamp(min=0)
+        line = earlier[index, above].clone()
+        line[index, above] = True
+        line &= (parent >= 0)[:, None]
+        earlier[:, i] = line
+        mask = line.view(rows, 1, tokens, *(1,) * (g.ndim - 3))
+        between[:, :, i] = torch.where(mask, between[index, :, above] + g[:, :, i, None], 0.0)
+    return between, earlier[:, None]
+
+
+def _per_head(x: Tensor, layout: Layout) -> Tensor:
+    """[R, G, …] -> [R, H, …]: head h uses group h // (H/G)."""
+    repeat = layout.heads // layout.groups
+    return x if repeat == 1 else x.repeat_interleave(repeat, 1)
+
+
+def _select(x: Tensor, length: Tensor, dim: int) -> Tensor:
+    """Zero the entries at or past each row's length, by selection: they may hold anything, NaN included."""
+    live = torch.arange(x.shape[dim], device=x.device) < length[:, None]
+    return torch.where(live.view(len(length), *(1,) * (dim - 1), -1, *(1,) * (x.ndim - dim - 1)), x, 0.0)
+
+
+def _gather_entries(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, longest: int) -> Entries:
+    """The committed entries of the rows, padded to ``longest`` with inert ones (k = v = g = β = 0)."""
+
+    def take(name: str) -> Tensor:
+        return _select(layer[name][slots, :, :longest].to(layout.wide), length, 2)
+
+    k, v, beta = take("key"), take("value"), take("weight")
+    if "key_scale" in layer:
+        k = k * take("key_scale")[..., None]
+    return Entries(k, v, take("decay") if "decay" in layer else torch.zeros_like(beta), beta)
+
+
+def _gather_tokens(lowered: Lowered, layout: Layout, batch: Batch) -> tuple[Tensor, Entries]:
+    """Queries [R, G, T, K] and the rest of the new tokens, padded with inert ones."""
+
+    def take(x: Tensor) -> Tensor:
+        x = x[batch.tokens].to(layout.wide)
+        if batch.valid is not None:
+            x = torch.where(batch.valid.view(*batch.valid.shape, *(1,) * (x.ndim - 2)), x, 0.0)
+        return x.transpose(1, 2)
+
+    k, beta = take(lowered.k), take(lowered.beta)
+    if lowered.key_scale is not None:
+        k = k * take(lowered.key_scale)[..., None]
+    g = torch.zeros_like(beta) if lowered.g is None else take(lowered.g)
+    return take(lowered.q), Entries(k, take(lowered.v), g, beta)
+
+
+def _append(layer: dict[str, Tensor], lowered: Lowered, batch: Batch, u: Tensor) -> None:
+    """Write the raw inputs of the new tokens, and u for the delta rule, at length, length + 1, …"""
+    rows, tokens = batch.tokens.shape
+    place = batch.length[:, None] + torch.arange(tokens, device=batch.slots.device)
+    slot = batch.slots[:, None].expand(rows, tokens)
+    valid = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.valid is None else batch.valid
+    slot, place, source = slot[valid], place[valid], batch.tokens[valid]
+    raw = {"key": lowered.k, "value": lowered.v, "weight": lowered.beta, "decay": lowered.g}
+    raw["key_scale"] = lowered.key_scale
+    for name, tensor in raw.items():
+        if name in layer and tensor is not None:
+            layer[name][slot, :, place] = tensor[source]
+    if "written" in layer:
+        layer["written"][slot, :, place] = u.transpose(1, 2)[valid].to(layer["written"].dtype)

@@ -1,0 +1,452 @@
+"""The cache: checkpoints and buffers of many sequences, and the verbs that change them.
+
+The buffer is linear. ``length`` counts a slot's committed entries, one number for all layers; a step writes drafts from
+``length`` on; ``commit`` moves ``length`` forward by what was accepted, and folds the rows that would have no room for
+the next draft. Rejecting is not moving forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replayssm import checks, precision, transfer
+from replayssm.backends import torch as backend
+from replayssm.checks import ReplayError
+from replayssm.layout import Conv, Layout
+from replayssm.rows import HostRows, Rows
+
+Integers = Tensor | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class CacheLayer:
+    """One layer of a cache, as ``step`` takes it: ``cache[i]``."""
+
+    cache: ReplayCache
+    index: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The layer's tensors by name (``Layout.tensors``), each [slots, …]."""
+        return self.cache._tensors[self.index]
+
+
+class ReplayCache:
+    """Checkpoint and buffer of ``slots`` sequences in ``layers`` layers of one layout.
+
+    Make one with ``allocate`` or, on memory that an engine owns, with ``over``.
+
+    Attributes:
+        layout: sizes, recurrence and precision of every layer.
+        layers: L.
+        slots: S.
+        device: where everything is.
+        length: int32 [S], committed entries in the buffer, shared by all layers.
+        folds: int32 [S], how often the slot was folded since it was loaded.
+    """
+
+    def __init__(self, layout: Layout, tensors: list[dict[str, Tensor]], slots: int, seed: int) -> None:
+        """Internal: use ``allocate`` or ``over``."""
+        self.layout = layout
+        self.layers = len(tensors)
+        self.slots = slots
+        self.seed = checks.integer("seed", seed, 0, 2**63 - 1)
+        self.device = tensors[0]["checkpoint"].device
+        self._tensors = tensors
+        with torch.inference_mode(False):
+            self.length = torch.zeros(slots, dtype=torch.int32, device=self.device)
+            self.folds = torch.zeros_like(self.length)
+            # Committed entries above which commit folds; a phase makes it smaller until the first fold.
+            self._limit = torch.full_like(self.length, layout.room)
+            # Where the next input goes in the ring that holds the convolution's tail.
+            self._position = torch.zeros_like(self.length)
+            # Uncommitted tokens by layer: of the recurrence (0) and of the convolution (1).
+            self._drafts = torch.zeros((2, self.layers, slots), dtype=torch.int32, device=self.device)
+
+    @classmethod
+    def allocate(
+        cls, layout: Layout, layers: int, slots: int, device: str | torch.device = "cpu", seed: int = 0
+    ) -> ReplayCache:
+        """Allocate a cache whose slots all hold the zero state.
+
+        Args:
+            layout: of every layer.
+            layers: L.
+            slots: S, sequences that fit.
+            device: "cpu", "cuda", …
+            seed: of stochastic rounding.
+
+        Raises:
+            ReplayError: a number that is not positive.
+        """
+        _expect_layout(layout)
+        checks.integer("layers", layers, 1)
+        checks.integer("slots", slots, 1)
+        with torch.inference_mode(False):
+            whole = {
+                name: (torch.empty if spec.entries else torch.zeros)(
+                    (layers, slots, *spec.shape), dtype=spec.dtype, device=device
+                )
+                for name, spec in layout.tensors.items()
+            }
+        return cls(layout, [{name: t[i] for name, t in whole.items()} for i in range(layers)], slots, seed)
+
+    @classmethod
+    def over(cls, layout: Layout, views: Sequence[Mapping[str, Tensor]], seed: int = 0) -> ReplayCache:
+        """A cache over memory that an engine owns; what it holds is taken as it is, with an empty buffer.
+
+        Args:
+            layout: of every layer.
+            views: for each layer, name -> tensor [slots, …] as ``Layout.tensors`` describes them. Any strides.
+            seed: of stochastic rounding.
+
+        Raises:
+            ReplayError: a tensor that is missing, unknown, or of another shape, dtype or device.
+        """
+        _expect_layout(layout)
+        if not views:
+            raise ReplayError("views: expected one mapping a layer, got none")
+        first = views[0].get("checkpoint")
+        if not isinstance(first, Tensor) or first.ndim == 0:
+            raise ReplayError("views: layer 0 has no tensor 'checkpoint'")
+        for index, view in enumerate(views):
+            if set(view) != set(layout.tensors):
+                raise ReplayError(f"views: layer {index} has {sorted(view)}, expected {sorted(layout.tensors)}")
+            for name, spec in layout.tensors.items():
+                label = f"views[{index}][{name!r}]"
+                dims = [("slots", first.shape[0]), *((str(size), size) for size in spec.shape)]
+                checks.shape(label, view[name], dims, layout)
+                checks.dtype(label, view[name], (spec.dtype,))
+                checks.device(label, view[name], first.device)
+        return cls(layout, [dict(view) for view in views], first.shape[0], seed)
+
+    def __getitem__(self, layer: int) -> CacheLayer:
+        return CacheLayer(self, self._layer(layer))
+
+    def __repr__(self) -> str:
+        return f"ReplayCache({self.layout.recurrence.title}, layers={self.layers}, slots={self.slots}, {self.device})"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors, bookkeeping included."""
+        books = (self.length, self.folds, self._limit, self._position, self._drafts)
+        return self.layers * self.slots * self.layout.slot_bytes + sum(t.nbytes for t in books)
+
+    def views(self) -> list[dict[str, Tensor]]:
+        """The tensors themselves: for each layer, name -> [slots, …]. What lies at or past ``length`` is undefined."""
+        return [dict(tensors) for tensors in self._tensors]
+
+    @torch.no_grad()
+    def load(self, layer: int, slots: Integers, state: Tensor, phase: Integers | int | None = None) -> None:
+        """Start sequences from a state, such as a prefill's. What the slots held before is gone.
+
+        A slot's buffer is emptied for every layer at once, so load all layers before the slot's next step.
+
+        Args:
+            layer: index.
+            slots: [R], −1 is skipped.
+            state: [R, H, P, K] in float32, the activation dtype or the checkpoint's.
+            phase: moves the first fold, so that rows which start together do not fold together: a number that
+                belongs to the request, such as its prompt length; one for all or [R]. None: no shift.
+
+        Raises:
+            ReplayError: see ``checks``. Nothing was written.
+        """
+        layer = self._layer(layer)
+        rows = self._slots("slots", slots)
+        layout, dims = self.layout, self.layout.tensors["checkpoint"].shape
+        labels = zip(("heads", "head_dim", "state_dim"), dims, strict=True)
+        checks.shape("state", state, [("R", len(rows)), *labels], layout)
+        stored = layout.tensors["checkpoint"].dtype
+        checks.dtype("state", state, (layout.wide, layout.dtype, stored))
+        checks.device("state", state, self.device)
+        shift = self._phase(phase, len(rows))
+        keep, index = self._live(rows)
+        counter = torch.zeros_like(index)
+        self._store(layer, index, state[keep].to(layout.wide), counter)
+        self.length[index] = 0
+        self.folds[index] = 0
+        self._limit[index] = layout.room - shift[keep] % (layout.room + 1)
+        self._drafts[:, :, index] = 0
+
+    @torch.no_grad()
+    def load_conv(self, layer: int, slots: Integers, tail: Tensor) -> None:
+        """Set the convolution's tail: the last ``width - 1`` inputs, oldest first.
+
+        Args:
+            layer: index.
+            slots: [R], −1 is skipped.
+            tail: [R, channels, width − 1] in the activation dtype.
+        """
+        layer = self._layer(layer)
+        conv = self._conv()
+        rows = self._slots("slots", slots)
+        dims = [("R", len(rows)), ("channels", conv.channels), ("width - 1", conv.width - 1)]
+        checks.shape("tail", tail, dims, self.layout)
+        checks.dtype("tail", tail, (self.layout.dtype,))
+        checks.device("tail", tail, self.device)
+        keep, index = self._live(rows)
+        ring = self._tensors[layer]["conv"]
+        ring[index[:, None], :, self.ring_places(index, 1 - conv.width, 0)] = tail[keep].transpose(1, 2)
+
+    @torch.no_grad()
+    def conv_tail(self, layer: int, slots: Integers) -> Tensor:
+        """The last ``width - 1`` committed inputs of the convolution: [R, channels, width − 1]; zero for padding."""
+        layer = self._layer(layer)
+        conv = self._conv()
+        rows = self._slots("slots", slots)
+        keep, index = self._live(rows)
+        ring = self._tensors[layer]["conv"]
+        out = ring.new_zeros((len(rows), conv.channels, conv.width - 1))
+        out[keep] = ring[index[:, None], :, self.ring_places(index, 1 - conv.width, 0)].transpose(1, 2)
+        return out
+
+    @torch.no_grad()
+    def commit(self, rows: Rows, accepted: Integers, path: Tensor | Sequence[Sequence[int]] | None = None) -> None:
+        """Make the first ``accepted`` tokens of each row part of its sequence and drop the rest; once per model step.
+
+        Rows that would have no room for ``max_draft`` more tokens are folded, in every layer.
+
+        Args:
+            rows: as they were stepped.
+            accepted: [R], 0…tokens of the row. 0 means that the step never happened.
+            path: [R, ≤ T] for trees: row-local numbers of the accepted tokens from the root on, padded with −1.
+
+        Raises:
+            ReplayError: a count outside 0…drafted, a path that is none, or a layer that was not stepped. Nothing was
+                written.
+        """
+        host = self.host_rows(rows)
+        taken = checks.int_vector("accepted", accepted, torch.device("cpu")).tolist()
+        checks.accepted(taken, host.counts)
+        lines = _path_lines(path, taken)
+        checks.path(lines, taken, host.offsets, host.parents, given=path is not None)
+        self._expect_stepped(host, taken)
+        live = [r for r, slot in enumerate(host.slots) if slot >= 0]
+        index = torch.tensor([host.slots[r] for r in live], dtype=torch.int64, device=self.device)
+        moved = [r for r in live if lines[r][: taken[r]] != list(range(taken[r]))]
+        for r in moved:
+            self._compact(host.slots[r], lines[r][: taken[r]])
+        count = torch.tensor([taken[r] for r in live], dtype=torch.int32, device=self.device)
+        self.length[index] += count
+        if self.layout.conv is not None:
+            ring = self.layout.tensors["conv"].shape[1]
+            self._position[index] = (self._position[index] + count) % ring
+        self._drafts[:, :, index] = 0
+        self._fold(index[self.length[index] > self._limit[index]])
+
+    @torch.no_grad()
+    def fold(self, slots: Integers) -> None:
+        """Rewrite the checkpoints from the buffers now and empty the buffers. Uncommitted drafts are dropped.
+
+        ("Flush" in some papers.) Recomputed from the raw inputs and the checkpoint, in every layer.
+        """
+        _, index = self._live(self._slots("slots", slots))
+        self._drafts[:, :, index] = 0
+        self._fold(index[self.length[index] > 0])
+
+    @torch.no_grad()
+    def fork(self, src: Integers, dst: Integers) -> None:
+        """Copy the committed sequences of ``src`` [R] into ``dst`` [R], as if all at once.
+
+        A source may come several times; a destination once, and what it held is gone. They may overlap, as a beam
+        search's reordering does. Uncommitted drafts are not copied.
+        """
+        source = checks.int_vector("src", src, torch.device("cpu")).tolist()
+        target = checks.int_vector("dst", dst, torch.device("cpu")).tolist()
+        if len(source) != len(target):
+            raise ReplayError(f"dst: expected as many slots as src ({len(source)}), got {len(target)}")
+        checks.slots("src", source, self.slots, unique=False, padding=False)
+        checks.slots("dst", target, self.slots, padding=False)
+        pairs = [(s, d) for s, d in zip(source, target, strict=True) if s != d]
+        self._drafts[:, :, target] = 0
+        if not pairs:
+            return
+        a, b = (torch.tensor(column, device=self.device) for column in zip(*pairs, strict=True))
+        for tensor in (self.length, self.folds, self._limit, self._position):
+            tensor[b] = tensor[a]
+        for tensors in self._tensors:
+            for tensor in tensors.values():
+                tensor[b] = tensor[a]
+
+    @torch.no_grad()
+    def reset(self, slots: Integers) -> None:
+        """Give the slots the zero state, an empty buffer and a zero convolution tail."""
+        _, index = self._live(self._slots("slots", slots))
+        for tensor in (self.length, self.folds, self._position):
+            tensor[index] = 0
+        self._limit[index] = self.layout.room
+        self._drafts[:, :, index] = 0
+        for tensors in self._tensors:
+            for name in ("checkpoint", "read_copy", "conv"):
+                if name in tensors:
+                    tensors[name][index] = 0
+
+    @torch.no_grad()
+    def materialise(self, layer: int, slots: Integers) -> Tensor:
+        """The state after the committed tokens: [R, H, P, K] in float32 (zero for padding). Changes nothing."""
+        layer = self._layer(layer)
+        rows = self._slots("slots", slots)
+        keep, index = self._live(rows)
+        out = torch.zeros(
+            (len(rows), *self.layout.tensors["checkpoint"].shape), dtype=self.layout.wide, device=self.device
+        )
+        for piece in backend.pieces(self.layout, len(index)):
+            part = index[piece]
+            out[keep[piece]] = backend.advance(self._tensors[layer], self.layout, part, self.length[part].long())
+        return out
+
+    @torch.no_grad()
+    def export(self, slots: Integers) -> dict[str, Tensor]:
+        """Everything about the slots' committed sequences, on the CPU, as safetensors can store it.
+
+        ``import_`` puts it into another cache, of another window, precision or device, or back into this one.
+        """
+        values = checks.int_vector("slots", slots, torch.device("cpu")).tolist()
+        checks.slots("slots", values, self.slots, padding=False)
+        return transfer.pack(self, values)
+
+    @torch.no_grad()
+    def import_(self, slots: Integers, data: Mapping[str, Tensor]) -> None:
+        """Put exported sequences into ``slots`` [R]; what these held is gone.
+
+        The outputs afterwards are the same: to the bit where layout and precision are, to rounding where they differ.
+
+        Raises:
+            ReplayError: the data are foreign, truncated or of another recurrence or shape. Nothing was written.
+        """
+        values = checks.int_vector("slots", slots, torch.device("cpu")).tolist()
+        checks.slots("slots", values, self.slots, padding=False)
+        transfer.unpack(self, values, data)
+
+    # What ops and conv need ------------------------------------------------------------------------------------------
+
+    def host_rows(self, rows: Rows) -> HostRows:
+        """The batch's numbers on the host, checked against this cache."""
+        if not isinstance(rows, Rows):
+            raise ReplayError(f"rows: expected Rows, got {type(rows).__name__}")
+        return rows.host(self.slots, self.layout.max_draft)
+
+    def expect_room(self, layer: int, host: HostRows, kind: int = 0) -> None:
+        """Raise if a step with these rows would overwrite drafts of another step that nobody committed."""
+        pending = self._drafts[kind, layer].tolist()
+        for row, (slot, count) in enumerate(zip(host.slots, host.counts, strict=True)):
+            if slot >= 0 and pending[slot] not in (0, count):
+                raise ReplayError(
+                    f"step: row {row} (slot {slot}) brings {count} tokens to layer {layer}, which holds "
+                    f"{pending[slot]} uncommitted ones of an earlier step; commit them first (accepted=0 drops them)"
+                )
+
+    def note_drafts(self, layer: int, host: HostRows, kind: int = 0) -> None:
+        """Remember how many uncommitted tokens the rows have in a layer."""
+        pairs = [(slot, count) for slot, count in zip(host.slots, host.counts, strict=True) if slot >= 0]
+        if pairs:
+            slots, counts = zip(*pairs, strict=True)
+            self._drafts[kind, layer, list(slots)] = torch.tensor(counts, dtype=torch.int32, device=self.device)
+
+    def ring_places(self, index: Tensor, start: int, stop: int) -> Tensor:
+        """Places [R, stop−start] in the convolution's ring of the inputs ``start…stop-1`` counted from the next one."""
+        ring = self.layout.tensors["conv"].shape[1]
+        return (self._position[index, None].long() + torch.arange(start, stop, device=self.device)) % ring
+
+    # Internal --------------------------------------------------------------------------------------------------------
+
+    def _fold(self, index: Tensor) -> None:
+        """Fold the slots ``index`` [R] (int64) in every layer."""
+        if not len(index):
+            return
+        length, counter = self.length[index].long(), self.folds[index] + 1
+        for layer, tensors in enumerate(self._tensors):
+            for piece in backend.pieces(self.layout, len(index)):
+                state = backend.advance(tensors, self.layout, index[piece], length[piece])
+                self._store(layer, index[piece], state, counter[piece])
+        self.length[index] = 0
+        self.folds[index] = counter
+        self._limit[index] = self.layout.room
+
+    def _store(self, layer: int, index: Tensor, state: Tensor, counter: Tensor) -> None:
+        """Write checkpoints and their read copies."""
+        tensors, policy = self._tensors[layer], self.layout.precision
+        checkpoint = precision.store(state, policy, self.seed, layer, counter)
+        tensors["checkpoint"][index] = checkpoint
+        for name, encoded in precision.encode(checkpoint, policy).items():
+            tensors[name][index] = encoded
+
+    def _compact(self, slot: int, line: list[int]) -> None:
+        """Move the drafts along a tree's path to where a chain would have them."""
+        base = int(self.length[slot])
+        source = torch.tensor(line, device=self.device)
+        for tensors in self._tensors:
+            for name, spec in self.layout.tensors.items():
+                if spec.entries:
+                    entries = tensors[name][slot]
+                    entries[:, base : base + len(line)] = entries[:, base + source]
+        if self.layout.conv is not None:
+            places = self.ring_places(torch.tensor([slot], device=self.device), 0, self.layout.max_draft)[0]
+            for tensors in self._tensors:
+                ring = tensors["conv"][slot]
+                ring[:, places[: len(line)]] = ring[:, places[source]]
+
+    def _expect_stepped(self, host: HostRows, taken: list[int]) -> None:
+        kinds: list[tuple[int, str]] = [(0, "step")]
+        if self.layout.conv is not None:
+            kinds.append((1, "conv_step"))
+        for kind, verb in kinds:
+            for layer, pending in enumerate(self._drafts[kind].tolist()):
+                for row, (slot, count) in enumerate(zip(host.slots, host.counts, strict=True)):
+                    if slot >= 0 and taken[row] and pending[slot] != count:
+                        raise ReplayError(
+                            f"commit: row {row} (slot {slot}) accepts {taken[row]} of {count} tokens, but layer "
+                            f"{layer} holds {pending[slot]} uncommitted ones; {verb} every layer with these rows first"
+                        )
+
+    def _layer(self, layer: int) -> int:
+        return checks.integer("layer", layer, 0, self.layers - 1)
+
+    def _conv(self) -> Conv:
+        if self.layout.conv is None:
+            raise ReplayError("conv: the layout has no convolution; give it conv=Conv(channels, width)")
+        return self.layout.conv
+
+    def _slots(self, name: str, slots: Integers) -> list[int]:
+        values = checks.int_vector(name, slots, torch.device("cpu")).tolist()
+        checks.slots(name, values, self.slots)
+        return values
+
+    def _live(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Which rows are no padding [R'], and their slots [R'], both int64."""
+        keep = [r for r, slot in enumerate(rows) if slot >= 0]
+        live = [rows[r] for r in keep]
+        return tuple(torch.tensor(v, dtype=torch.int64, device=self.device) for v in (keep, live))  # type: ignore
+
+    def _phase(self, phase: Integers | int | None, rows: int) -> Tensor:
+        if phase is None:
+            phase = 0
+        if isinstance(phase, int):
+            phase = [phase] * rows
+        shift = checks.int_vector("phase", phase, self.device)
+        if len(shift) != rows:
+            raise ReplayError(f"phase: expected one number or one a row ({rows}), got {len(shift)}")
+        if len(shift) and int(shift.min()) < 0:
+            raise ReplayError(f"phase: expected at least 0, got {int(shift.min())}")
+        return shift
+
+
+def _expect_layout(layout: Layout) -> None:
+    if not isinstance(layout, Layout):
+        raise ReplayError(f"layout: expected a Layout, got {type(layout).__name__}")
+
+
+def _path_lines(path: Tensor | Sequence[Sequence[int]] | None, taken: list[int]) -> list[list[int]]:
+    """The accepted tokens of each row; without a path, its first ones."""
+    if path is None:
+        return [list(range(count)) for count in taken]
+    if isinstance(path, Tensor):
+        if path.ndim != 2 or path.dtype not in (torch.int32, torch.int64):
+            raise ReplayError(f"path: expected integers [R, T], got {checks.dtype_name(path.dtype)} {list(path.shape)}")
+        return path.tolist()
+    return [list(line) for line in path]
