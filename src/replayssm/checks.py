@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from replayssm.layout import Layout
 
 
+_FAR = 2**31 - 1
+
+
 class ReplayError(ValueError):
     """The caller passed something that the library cannot accept. Nothing was written."""
 
@@ -80,11 +83,14 @@ def int_vector(name: str, values: object, target: torch.device) -> Tensor:
             raise ReplayError(f"{name}: expected int32 or int64, got {dtype_name(values.dtype)}")
         vector = values
     elif isinstance(values, Sequence) and all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        vector = torch.tensor(list(values), dtype=torch.int64)
+        # Beyond int32 is beyond everything that is counted here: it stays out of range instead of wrapping round.
+        vector = torch.tensor([min(max(v, -_FAR), _FAR) for v in values], dtype=torch.int64)
     else:
         raise ReplayError(f"{name}: expected a tensor or a sequence of integers, got {type(values).__name__}")
     if vector.ndim != 1:
         raise ReplayError(f"{name}: expected one dimension [R], got {list(vector.shape)}")
+    if vector.dtype == torch.int64:
+        vector = vector.clamp(-_FAR, _FAR)
     return vector.to(device=target, dtype=torch.int32)
 
 
