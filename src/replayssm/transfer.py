@@ -41,7 +41,7 @@ def pack(cache: ReplayCache, slots: Sequence[int]) -> dict[str, Tensor]:
                 part = tensors[name][index]
                 if spec.entries:
                     live = torch.arange(cache.layout.window, device=cache.device) < length[:, None]
-                    part = torch.where(live.view(len(slots), 1, -1, *(1,) * (part.ndim - 3)), part, 0)
+                    part = torch.where(live.view(len(slots), 1, cache.layout.window, *(1,) * (part.ndim - 3)), part, 0)
                 data[f"{layer}.{name}"] = part.contiguous().cpu()
     return data
 
