@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replayssm import checks, precision, transfer
-from replayssm.backends import torch as backend
+from replayssm import backends, checks, precision, transfer
 from replayssm.checks import ReplayError
 from replayssm.layout import Conv, Layout
 from replayssm.rows import HostRows, Rows
 
 Integers = Tensor | Sequence[int]
+# Rows that are folded together where the new states pass through float32 on their way to the checkpoint.
+_FOLD_ROWS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,7 @@ class ReplayCache:
         device: where everything is.
         length: int32 [S], committed entries in the buffer, shared by all layers.
         folds: int32 [S], how often the slot was folded since it was loaded.
+        backend: the module that does the arithmetic; ``backend.name`` says which.
     """
 
     def __init__(self, layout: Layout, tensors: list[dict[str, Tensor]], slots: int, seed: int) -> None:
@@ -56,6 +58,7 @@ class ReplayCache:
         self.slots = slots
         self.seed = checks.integer("seed", seed, 0, 2**63 - 1)
         self.device = tensors[0]["checkpoint"].device
+        self.backend = backends.pick(layout, tensors)
         self._tensors = tensors
         with torch.inference_mode(False):
             self.length = torch.zeros(slots, dtype=torch.int32, device=self.device)
@@ -66,6 +69,8 @@ class ReplayCache:
             self._position = torch.zeros_like(self.length)
             # Uncommitted tokens by layer: of the recurrence (0) and of the convolution (1).
             self._drafts = torch.zeros((2, self.layers, slots), dtype=torch.int32, device=self.device)
+            # The verbs as kernels, on a device that has them: they do not wait for the device.
+            self._kernels = backends.kernels(self)
 
     @classmethod
     def allocate(
@@ -220,6 +225,9 @@ class ReplayCache:
             ReplayError: a count outside 0…drafted, a path that is none, or a layer that was not stepped. Nothing was
                 written.
         """
+        if self._kernels is not None:
+            self._kernels.commit(rows, accepted, path)
+            return
         host = self.host_rows(rows)
         taken = checks.int_vector("accepted", accepted, torch.device("cpu")).tolist()
         checks.accepted(taken, host.counts)
@@ -245,6 +253,9 @@ class ReplayCache:
 
         ("Flush" in some papers.) Recomputed from the raw inputs and the checkpoint, in every layer.
         """
+        if self._kernels is not None:
+            self._kernels.fold(slots)
+            return
         _, index = self._live(self._slots("slots", slots))
         self._drafts[:, :, index] = 0
         self._fold(index[self.length[index] > 0])
@@ -290,14 +301,15 @@ class ReplayCache:
     def materialise(self, layer: int, slots: Integers) -> Tensor:
         """The state after the committed tokens: [R, H, P, K] in float32 (zero for padding). Changes nothing."""
         layer = self._layer(layer)
-        rows = self._slots("slots", slots)
-        keep, index = self._live(rows)
+        given = self._slots("slots", slots)
+        keep, index = self._live(given)
         out = torch.zeros(
-            (len(rows), *self.layout.tensors["checkpoint"].shape), dtype=self.layout.wide, device=self.device
+            (len(given), *self.layout.tensors["checkpoint"].shape), dtype=self.layout.wide, device=self.device
         )
-        for piece in backend.pieces(self.layout, len(index)):
-            part = index[piece]
-            out[keep[piece]] = backend.advance(self._tensors[layer], self.layout, part, self.length[part].long())
+        if self._kernels is not None:
+            out[keep] = self._kernels.materialise(layer, index)
+            return out
+        out[keep] = self.backend.advance(self._tensors[layer], self.layout, index, self.length[index].long())
         return out
 
     @torch.no_grad()
@@ -308,6 +320,7 @@ class ReplayCache:
         """
         values = checks.int_vector("slots", slots, torch.device("cpu")).tolist()
         checks.slots("slots", values, self.slots, padding=False)
+        self.check()
         return transfer.pack(self, values)
 
     @torch.no_grad()
@@ -322,6 +335,15 @@ class ReplayCache:
         values = checks.int_vector("slots", slots, torch.device("cpu")).tolist()
         checks.slots("slots", values, self.slots, padding=False)
         transfer.unpack(self, values, data)
+
+    def check(self) -> None:
+        """Raise for what kernels found wrong since the last check, such as a slot out of range. Waits for the device.
+
+        On the CPU every verb checks at once. On CUDA the verbs that read values (``materialise``, ``export``,
+        ``reset``, …) check as well; ``step``, ``commit`` and ``fold`` never wait.
+        """
+        if self._kernels is not None:
+            self._kernels.check()
 
     # What ops and conv need ------------------------------------------------------------------------------------------
 
@@ -360,10 +382,16 @@ class ReplayCache:
         if not len(index):
             return
         length, counter = self.length[index].long(), self.folds[index] + 1
+        policy = self.layout.precision
+        plain = policy.checkpoint == self.layout.wide and policy.read_copy is None
         for layer, tensors in enumerate(self._tensors):
-            for piece in backend.pieces(self.layout, len(index)):
-                state = backend.advance(tensors, self.layout, index[piece], length[piece])
-                self._store(layer, index[piece], state, counter[piece])
+            if plain:
+                self.backend.fold_in_place(tensors, self.layout, index, length)
+                continue
+            for start in range(0, len(index), _FOLD_ROWS):
+                rows = slice(start, start + _FOLD_ROWS)
+                state = self.backend.advance(tensors, self.layout, index[rows], length[rows])
+                self._store(layer, index[rows], state, counter[rows])
         self.length[index] = 0
         self.folds[index] = counter
         self._limit[index] = self.layout.room
@@ -413,6 +441,7 @@ class ReplayCache:
         return self.layout.conv
 
     def _slots(self, name: str, slots: Integers) -> list[int]:
+        self.check()
         values = checks.int_vector(name, slots, torch.device("cpu")).tolist()
         checks.slots(name, values, self.slots)
         return values

@@ -45,7 +45,6 @@ def conv_step(
     conv = layout.conv
     if conv is None:
         raise ReplayError("conv_step: the layout has no convolution; give it conv=Conv(channels, width)")
-    host = cache.host_rows(rows)
     checks.one_of("activation", activation, ACTIVATIONS)
     checks.shape("x", x, [("N", None), ("channels", conv.channels)], layout)
     checks.dtype("x", x, (layout.dtype,))
@@ -57,6 +56,9 @@ def conv_step(
     for name, tensor in given:
         checks.dtype(name, tensor, (layout.dtype, torch.float32))
         checks.device(name, tensor, cache.device)
+    if cache._kernels is not None:
+        return cache._kernels.conv_step(layer.index, x, weight, bias, rows, activation)
+    host = cache.host_rows(rows)
     if x.shape[0] < host.offsets[-1]:
         raise ReplayError(f"x: rows own {host.offsets[-1]} tokens, got N={x.shape[0]}")
     cache.expect_room(layer.index, host, kind=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from replayssm.backends import torch as backend
+from replayssm.backends.torch import Batch
 from replayssm.cache import CacheLayer, ReplayCache
 from replayssm.checks import ReplayError
 from replayssm.inputs import Inputs
@@ -38,6 +38,9 @@ def step(layer: CacheLayer, inputs: Inputs, rows: Rows) -> Tensor:
             f"inputs: expected Mamba2Inputs, GdnInputs, KdaInputs or LinearInputs, got {type(inputs).__name__}"
         )
     cache, layout = layer.cache, layer.cache.layout
+    if cache._kernels is not None:
+        inputs.check(layout, cache.device)
+        return cache._kernels.step(layer.index, inputs, rows)
     host = cache.host_rows(rows)
     inputs.check(layout, cache.device)
     if inputs.tokens < host.offsets[-1]:
@@ -48,12 +51,12 @@ def step(layer: CacheLayer, inputs: Inputs, rows: Rows) -> Tensor:
         shape = (inputs.tokens, layout.heads, layout.head_dim)
         out = torch.zeros(shape, dtype=layout.dtype, device=cache.device)
     else:
-        out = backend.step(layer.tensors, layout, inputs.lower(layout), batch)
+        out = cache.backend.step(layer.tensors, layout, inputs, batch)
     cache.note_drafts(layer.index, host)
     return out
 
 
-def batch_of(cache: ReplayCache, host: HostRows) -> backend.Batch | None:
+def batch_of(cache: ReplayCache, host: HostRows) -> Batch | None:
     """The rows that bring tokens, as the backend wants them; None where there are none."""
     live = [r for r, (slot, count) in enumerate(zip(host.slots, host.counts, strict=True)) if slot >= 0 and count]
     if not live:
@@ -72,4 +75,4 @@ def batch_of(cache: ReplayCache, host: HostRows) -> backend.Batch | None:
             parents = torch.where(valid, parents, -1)
     slots = torch.tensor([host.slots[r] for r in live], device=device)
     length = cache.length[slots].long()
-    return backend.Batch(slots, length, torch.tensor(places, device=device), valid, parents, int(length.max()))
+    return Batch(slots, length, torch.tensor(places, device=device), valid, parents, int(length.max()))

@@ -23,7 +23,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: int, layer: int, counter: Tensor, elements: int) -> Tensor:
-    """Return uniform 32-bit integers [R, elements] as int64, for the roundings number ``counter`` [R] of a layer."""
+    """Uniform 32-bit integers [R, elements] as int64, for the roundings number ``counter`` [R] of a layer."""
     key = _mix(torch.tensor(seed & _MASK, device=counter.device))
     key = _mix((key + layer) & _MASK)
     key = _mix((key + counter.long()) & _MASK)[:, None]

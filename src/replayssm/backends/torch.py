@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm.inputs import Lowered
+from replayssm.inputs import Inputs, Lowered
 from replayssm.layout import Layout
 
 # Rows are folded in pieces of about this many bytes, which stay in a core's cache between reading and writing.
-_PIECE_BYTES = 2 << 20
+_PIECE_BYTES = 512 << 10
 # Entries that the fold takes at once: its pairwise terms grow with the square, its passes over the state fall linearly.
 _BLOCK = 16
+name = "torch"
 
 
 class Batch(NamedTuple):
@@ -32,7 +33,7 @@ class Batch(NamedTuple):
         tokens: [R, T] int64, each token's place among the inputs; padding repeats place 0.
         valid: [R, T] bool, False for padding; None where every row brings T tokens.
         parents: [R, T] int64, row-local, −1 the root; None for chains.
-        entries: largest of ``length``.
+        entries: as many as are read, at least the largest of ``length``.
     """
 
     slots: Tensor
@@ -59,23 +60,20 @@ class Entries(NamedTuple):
     beta: Tensor
 
 
-def step(layer: dict[str, Tensor], layout: Layout, lowered: Lowered, batch: Batch) -> Tensor:
+def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch) -> Tensor:
     """Outputs of the batch's tokens; appends them to the buffer as uncommitted entries.
 
     Args:
         layer: the layer's tensors, as ``Layout.tensors`` names them.
         layout: of the cache.
-        lowered: N tokens after the gates.
+        inputs: N tokens, checked.
         batch: which rows bring which of them.
 
     Returns:
         [N, H, P] in the activation dtype; zero where no row brings the token.
     """
-    q, new = _gather_tokens(lowered, layout, batch)
-    past = _gather_entries(layer, layout, batch.slots, batch.length, batch.entries)
-    written = layer["written"][batch.slots, :, : batch.entries] if "written" in layer else None
-    state = layer.get("read_copy", layer["checkpoint"])
-    out, u = _closed_form(state, layout, batch, past, written, q, new)
+    lowered = inputs.lower(layout)
+    out, u = _outputs(layout, layer, lowered, batch)
     _append(layer, lowered, batch, u)
     result = out.new_zeros((lowered.v.shape[0], layout.heads, layout.head_dim), dtype=layout.dtype)
     flat = out.transpose(1, 2).to(layout.dtype)
@@ -87,7 +85,7 @@ def step(layer: dict[str, Tensor], layout: Layout, lowered: Lowered, batch: Batc
 
 
 def advance(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> Tensor:
-    """The state after the committed entries, recomputed from the checkpoint and the raw inputs.
+    """The states after the committed entries, recomputed from the checkpoints and the raw inputs.
 
     Args:
         layer: the layer's tensors.
@@ -96,45 +94,73 @@ def advance(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Ten
         length: [R] int64 committed entries.
 
     Returns:
-        [R, H, P, K] wide.
+        A new tensor [R, H, P, K], wide.
     """
-    state = layer["checkpoint"][slots].to(layout.wide)
+    out = torch.empty((len(slots), *layout.tensors["checkpoint"].shape), dtype=layout.wide, device=slots.device)
+    for rows, heads in _pieces(layout, len(slots)):
+        out[rows, heads] = _advanced(layer, layout, slots[rows], length[rows], heads)
+    return out
+
+
+def fold_in_place(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> None:
+    """Write the states after the committed entries into the checkpoints, which are wide. Arguments as ``advance``."""
+    for rows, heads in _pieces(layout, len(slots)):
+        state = _advanced(layer, layout, slots[rows], length[rows], heads)
+        if len(state) == 1:  # a slice is written faster than an index
+            layer["checkpoint"][int(slots[rows][0]), heads] = state[0]
+        else:
+            layer["checkpoint"][slots[rows], heads] = state
+
+
+def _advanced(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, heads: slice) -> Tensor:
+    """``advance`` for a slice of heads, from the first of a group on to the last of one."""
+    state = _part(layer["checkpoint"], slots, heads).to(layout.wide, copy=True)
     longest = int(length.max()) if len(length) else 0
-    whole = _gather_entries(layer, layout, slots, length, longest)
+    whole = _gather_entries(layer, layout, slots, length, longest, heads)
     for start in range(0, longest, _BLOCK):
         block = Entries(*(x[:, :, start : start + _BLOCK] for x in whole))
-        state = _advance_block(state, layout, block)
+        _advance_block(state, layout, block)
     return state
 
 
-def pieces(layout: Layout, rows: int) -> list[slice]:
-    """Cut rows into slices whose states stay in a core's cache."""
-    row_bytes = layout.heads * layout.head_dim * layout.state_dim * layout.wide.itemsize
-    size = max(1, _PIECE_BYTES // row_bytes)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+def _pieces(layout: Layout, rows: int) -> list[tuple[slice, slice]]:
+    """Cut R rows of H heads into slices of rows and of heads whose states stay in a core's cache."""
+    head_bytes = layout.head_dim * layout.state_dim * layout.wide.itemsize
+    repeat = layout.heads // layout.groups
+    together = max(1, _PIECE_BYTES // (head_bytes * layout.heads))
+    heads = min(layout.heads, max(1, _PIECE_BYTES // (head_bytes * repeat)) * repeat)
+    return [
+        (slice(row, min(row + together, rows)), slice(head, min(head + heads, layout.heads)))
+        for row in range(0, rows, together)
+        for head in range(0, layout.heads, heads)
+    ]
 
 
-def _closed_form(
-    state: Tensor,
-    layout: Layout,
-    batch: Batch,
-    past: Entries,
-    written: Tensor | None,
-    q: Tensor,
-    new: Entries,
-) -> tuple[Tensor, Tensor]:
+def _part(tensor: Tensor, slots: Tensor, heads: slice) -> Tensor:
+    """``tensor[slots, heads]``; of a single slot a view, which spares a copy."""
+    return tensor[int(slots[0]), heads][None] if len(slots) == 1 else tensor[slots, heads]
+
+
+def _outputs(layout: Layout, layer: dict[str, Tensor], lowered: Lowered, batch: Batch) -> tuple[Tensor, Tensor]:
     """Outputs [R, H, T, P] and written values u [R, H, T, P] of the new tokens."""
     delta = layout.recurrence.update == "delta"
+    q, new = _gather_tokens(lowered, layout, batch)
+    past = _gather_entries(layer, layout, batch.slots, batch.length, batch.entries, slice(0, layout.heads))
     tokens = q.shape[2]
-    u_past = past.beta[..., None] * past.v if written is None else _select(written.to(layout.wide), batch.length, 2)
+    if delta:
+        u_past = layer["written"][batch.slots, :, : batch.entries].to(layout.wide)
+        u_past = _select(u_past, batch.length, 2)
+    else:
+        u_past = past.beta[..., None] * past.v
     since = _sums_after(past.g)
-    total = past.g.sum(2)
     along = _path_sums(new.g, batch.parents)
-
     probes = torch.cat([q, new.k], 2) if delta else q
     along_n = torch.cat([along, along], 2) if delta else along
-    seen = _read(state, layout, batch.slots, probes, total[:, :, None] + along_n)
-    seen += _scores(past.k, probes, layout, since, along_n).transpose(-1, -2) @ u_past
+
+    exponent = past.g.sum(2)[:, :, None] + along_n
+    state = layer.get("read_copy", layer["checkpoint"])
+    seen = _read(state, layout, batch.slots, probes, exponent)
+    seen += _scores(past.k, probes, layout, since, along_n) @ u_past
 
     u = new.beta[..., None] * (new.v - seen[:, :, tokens:]) if delta else new.beta[..., None] * new.v
     if tokens == 1:
@@ -148,8 +174,8 @@ def _closed_form(
     return seen[:, :, :tokens] + _pairs(q, new.k, layout, between, earlier | own) @ u, u
 
 
-def _advance_block(state: Tensor, layout: Layout, block: Entries) -> Tensor:
-    """Fold up to ``_BLOCK`` entries into a state [R, H, P, K]."""
+def _advance_block(state: Tensor, layout: Layout, block: Entries) -> None:
+    """Fold up to ``_BLOCK`` entries into a state [R, H, P, K], in place."""
     after = _sums_after(block.g)
     total = block.g.sum(2)
     u = block.beta[..., None] * block.v
@@ -159,44 +185,42 @@ def _advance_block(state: Tensor, layout: Layout, block: Entries) -> Tensor:
         between, earlier = _pair_sums(block.g, None)
         among = _pairs(block.k, block.k, layout, between, earlier)
         u = _solve(among * block.beta[..., None], u - block.beta[..., None] * seen)
+    keys = _per_head(block.k, layout)
     if layout.recurrence.decay == "channel":
-        keys = _per_head(block.k, layout) * after.exp()
-        decayed = state * total.exp()[:, :, None, :]
+        keys = keys * after.exp()
+        state *= total.exp()[:, :, None, :]
     else:
-        keys = _per_head(block.k, layout) * after.exp()[..., None]
-        decayed = state * total.exp()[..., None, None]
-    rows, heads = state.shape[:2]
-    left, right = u.transpose(-1, -2).flatten(0, 1), keys.flatten(0, 1)
-    return torch.baddbmm(decayed.flatten(0, 1), left, right).unflatten(0, (rows, heads))
+        keys = keys * after.exp()[..., None]
+        state *= total.exp()[..., None, None]
+    state.flatten(0, 1).baddbmm_(u.transpose(-1, -2).flatten(0, 1), keys.flatten(0, 1))
 
 
 def _read(state: Tensor, layout: Layout, slots: Tensor, probes: Tensor, exponent: Tensor) -> Tensor:
     """S (x ⊙ e^exponent) for each probe of ``probes`` [R, G, n, K]: [R, H, n, P]. S is read by slot, in pieces."""
-    parts = []
-    for piece in pieces(layout, len(slots)):
-        dense = state[slots[piece]].to(layout.wide)
-        parts.append(_read_dense(dense, layout, probes[piece], exponent[piece]))
-    return torch.cat(parts)
+    seen = exponent.new_empty((*probes.shape[:1], layout.heads, probes.shape[2], layout.head_dim))
+    for rows, heads in _pieces(layout, len(slots)):
+        dense = _part(state, slots[rows], heads).to(layout.wide)
+        seen[rows, heads] = _read_dense(dense, layout, probes[rows, _groups_of(layout, heads)], exponent[rows, heads])
+    return seen
 
 
 def _read_dense(state: Tensor, layout: Layout, probes: Tensor, exponent: Tensor) -> Tensor:
     """S (x ⊙ e^exponent) for a gathered state [R, H, P, K]."""
     if layout.recurrence.decay == "channel":
         return (_per_head(probes, layout) * exponent.exp()) @ state.transpose(-1, -2)
-    rows, heads, p, k = state.shape
-    grouped = state.reshape(rows, layout.groups, heads // layout.groups * p, k)
-    seen = probes @ grouped.transpose(-1, -2)
-    seen = seen.unflatten(-1, (heads // layout.groups, p)).transpose(2, 3).flatten(1, 2)
+    rows, groups = probes.shape[:2]
+    _, heads, p, k = state.shape
+    seen = probes @ state.reshape(rows, groups, heads // groups * p, k).transpose(-1, -2)
+    seen = seen.unflatten(-1, (heads // groups, p)).transpose(2, 3).flatten(1, 2)
     return seen * exponent.exp()[..., None]
 
 
 def _scores(keys: Tensor, probes: Tensor, layout: Layout, since: Tensor, along: Tensor) -> Tensor:
-    """⟨k_j ⊙ e^{c_i−c_j}, x_i⟩ of past entries j and probes i: [R, H, E, n]. The exponent is since_j + along_i."""
+    """⟨k_j ⊙ e^{c_i−c_j}, x_i⟩ of probes i and past entries j: [R, H, n, E]. The exponent is since_j + along_i."""
     if layout.recurrence.decay == "channel":
         decayed = _per_head(keys, layout) * since.exp()
-        return decayed @ (_per_head(probes, layout) * along.exp()).transpose(-1, -2)
-    plain = _per_head(keys @ probes.transpose(-1, -2), layout)
-    return plain * (since[..., None] + along[:, :, None]).exp()
+        return (_per_head(probes, layout) * along.exp()) @ decayed.transpose(-1, -2)
+    return _per_head(probes @ keys.transpose(-1, -2), layout) * (since[:, :, None] + along[..., None]).exp()
 
 
 def _pairs(probes: Tensor, keys: Tensor, layout: Layout, between: Tensor, mask: Tensor) -> Tensor:
@@ -272,16 +296,25 @@ def _select(x: Tensor, length: Tensor, dim: int) -> Tensor:
     return torch.where(live.view(len(length), *(1,) * (dim - 1), -1, *(1,) * (x.ndim - dim - 1)), x, 0.0)
 
 
-def _gather_entries(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, longest: int) -> Entries:
+def _groups_of(layout: Layout, heads: slice) -> slice:
+    """The groups of a slice of heads."""
+    repeat = layout.heads // layout.groups
+    return slice(heads.start // repeat, heads.stop // repeat)
+
+
+def _gather_entries(
+    layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, longest: int, heads: slice
+) -> Entries:
     """The committed entries of the rows, padded to ``longest`` with inert ones (k = v = g = β = 0)."""
+    groups = _groups_of(layout, heads)
 
-    def take(name: str) -> Tensor:
-        return _select(layer[name][slots, :, :longest].to(layout.wide), length, 2)
+    def take(name: str, which: slice) -> Tensor:
+        return _select(_part(layer[name][:, :, :longest], slots, which).to(layout.wide), length, 2)
 
-    k, v, beta = take("key"), take("value"), take("weight")
+    k, v, beta = take("key", groups), take("value", heads), take("weight", heads)
     if "key_scale" in layer:
-        k = k * take("key_scale")[..., None]
-    return Entries(k, v, take("decay") if "decay" in layer else torch.zeros_like(beta), beta)
+        k = k * take("key_scale", groups)[..., None]
+    return Entries(k, v, take("decay", heads) if "decay" in layer else torch.zeros_like(beta), beta)
 
 
 def _gather_tokens(lowered: Lowered, layout: Layout, batch: Batch) -> tuple[Tensor, Entries]:
@@ -302,15 +335,16 @@ def _gather_tokens(lowered: Lowered, layout: Layout, batch: Batch) -> tuple[Tens
 
 def _append(layer: dict[str, Tensor], lowered: Lowered, batch: Batch, u: Tensor) -> None:
     """Write the raw inputs of the new tokens, and u for the delta rule, at length, length + 1, …"""
-    rows, tokens = batch.tokens.shape
+    tokens = batch.tokens.shape[1]
     place = batch.length[:, None] + torch.arange(tokens, device=batch.slots.device)
-    slot = batch.slots[:, None].expand(rows, tokens)
-    valid = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.valid is None else batch.valid
-    slot, place, source = slot[valid], place[valid], batch.tokens[valid]
+    slot = batch.slots[:, None].expand_as(place)
     raw = {"key": lowered.k, "value": lowered.v, "weight": lowered.beta, "decay": lowered.g}
     raw["key_scale"] = lowered.key_scale
-    for name, tensor in raw.items():
-        if name in layer and tensor is not None:
-            layer[name][slot, :, place] = tensor[source]
+    entries = {name: x[batch.tokens] for name, x in raw.items() if x is not None and name in layer}
     if "written" in layer:
-        layer["written"][slot, :, place] = u.transpose(1, 2)[valid].to(layer["written"].dtype)
+        entries["written"] = u.transpose(1, 2).to(layer["written"].dtype)
+    for name, x in entries.items():
+        if batch.valid is None:
+            layer[name][slot, :, place] = x
+        else:
+            layer[name][slot[batch.valid], :, place[batch.valid]] = x[batch.valid]

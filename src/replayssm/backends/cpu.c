@@ -1,0 +1,416 @@
+/* The step and the fold on the CPU, at memory speed.
+
+   One call handles a range of work items; an item is one group of one row, so that what the heads of a group share is
+   computed once. Only live entries are read. Letters as in the mathematics page: H heads, G groups, P head_dim,
+   K state_dim, T tokens of a row, E committed entries. Arithmetic is float32.
+
+   The step is the closed form: the state is read once, for all probes of all tokens. The fold is the recurrence itself,
+   token by token, on four rows of the state at a time: they stay in the first-level cache, and the error is that of the
+   conventional recurrence. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { F32 = 0, BF16 = 1, F16 = 2 };
+enum { BLOCK = 4 };  /* rows of the state together: independent sums hide the latency of the additions */
+enum { AHEAD = 4096 }; /* bytes of the state to ask for in advance: four rows at once confuse the hardware's guess */
+
+typedef struct {
+    const char *data;
+    int64_t stride; /* bytes from slot to slot */
+} Pool;
+
+typedef struct {
+    int64_t heads, groups, head_dim, state_dim, window;
+    int32_t channel, delta; /* decay per channel; delta rule */
+    int32_t state_type, activation_type, written_type;
+    Pool state, key, value, weight, decay, key_scale, written; /* decay and the last two may be absent */
+    const int64_t *slots, *length;                             /* [rows] */
+} Layer;
+
+typedef struct {
+    const int64_t *start, *count; /* [rows] a row's tokens */
+    const int64_t *parents;       /* [N] row-local, or NULL for chains */
+    const float *q, *k;           /* [N, G, K] scaled */
+    const float *g;               /* [N, H] or [N, H, K], or NULL */
+    const float *beta;            /* [N, H] */
+    const float *scale;           /* [N, G] or NULL */
+    const char *raw_k, *raw_v;    /* [N, G, K], [N, H, P] activations */
+    char *out;                    /* [N, H, P] activations */
+} Tokens;
+
+static inline float bf16_to_float(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+static inline uint16_t float_to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN stays NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static void load(float *to, const char *from, int type, int64_t n) {
+    if (type == F32) {
+        memcpy(to, from, n * sizeof(float));
+    } else if (type == BF16) {
+        const uint16_t *x = (const uint16_t *)from;
+        for (int64_t i = 0; i < n; i++) to[i] = bf16_to_float(x[i]);
+    } else {
+        const _Float16 *x = (const _Float16 *)from;
+        for (int64_t i = 0; i < n; i++) to[i] = (float)x[i];
+    }
+}
+
+static void store(char *to, const float *from, int type, int64_t n) {
+    if (type == F32) {
+        memcpy(to, from, n * sizeof(float));
+    } else if (type == BF16) {
+        uint16_t *x = (uint16_t *)to;
+        for (int64_t i = 0; i < n; i++) x[i] = float_to_bf16(from[i]);
+    } else {
+        _Float16 *x = (_Float16 *)to;
+        for (int64_t i = 0; i < n; i++) x[i] = (_Float16)from[i];
+    }
+}
+
+static inline int64_t size_of(int type) { return type == F32 ? 4 : 2; }
+
+/* e^x for x <= 0, in a form that compilers vectorise: 2^n times a polynomial on [-1/2, 1/2]; about one unit in the last
+   place. Below the smallest normal number it is 0, which also keeps slow denormals away. NaN stays NaN. */
+static inline float decay_exp(float x) {
+    float clamped = x < -87.0f ? -87.0f : x;
+    float n = rintf(clamped * 1.44269504f);
+    float r = fmaf(n, -0.693145752f, clamped);
+    r = fmaf(n, -1.42860677e-6f, r);
+    float y = 1.98756915e-4f;
+    y = fmaf(y, r, 1.39819994e-3f);
+    y = fmaf(y, r, 8.33345205e-3f);
+    y = fmaf(y, r, 4.16657962e-2f);
+    y = fmaf(y, r, 1.66666657e-1f);
+    y = fmaf(y, r, 0.5f);
+    y = fmaf(y * r, r, r) + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x < -87.0f ? 0.0f : x == x ? y * power : x;
+}
+
+static inline void prefetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + AHEAD + i);
+}
+
+static inline float dot(const float *restrict a, const float *restrict b, int64_t n) {
+    float sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static inline void add_scaled(float *restrict to, const float *restrict x, float scale, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] += scale * x[i];
+}
+
+static inline const char *entry(const Pool *pool, int64_t slot, int64_t first, int64_t width, int type) {
+    return pool->data + slot * pool->stride + first * width * size_of(type);
+}
+
+/* The committed keys of a group, scaled: [E, K]. */
+static void load_keys(float *keys, const Layer *l, int64_t slot, int64_t group, int64_t entries) {
+    int64_t K = l->state_dim, W = l->window;
+    load(keys, entry(&l->key, slot, group * W, K, l->activation_type), l->activation_type, entries * K);
+    if (!l->key_scale.data) return;
+    const float *scale = (const float *)entry(&l->key_scale, slot, group * W, 1, F32);
+    for (int64_t j = 0; j < entries; j++)
+        for (int64_t c = 0; c < K; c++) keys[j * K + c] *= scale[j];
+}
+
+/* out[n, p] = <S_p, x_n> for N probes, over a state [P, K] of any type. */
+static void read_state(float *out, const char *state, int type, const float *probes, int64_t count, int64_t P, int64_t K,
+                       float *scratch) {
+    for (int64_t p = 0; p < P; p += BLOCK) {
+        int64_t rows = P - p < BLOCK ? P - p : BLOCK;
+        const float *block = (const float *)(state + p * K * sizeof(float));
+        prefetch(state + p * K * size_of(type), rows * K * size_of(type));
+        if (type != F32) {
+            load(scratch, state + p * K * size_of(type), type, rows * K);
+            block = scratch;
+        }
+        for (int64_t n = 0; n < count; n++) {
+            const float *restrict x = probes + n * K;
+            if (rows == BLOCK) {
+                const float *restrict s0 = block, *restrict s1 = block + K, *restrict s2 = block + 2 * K,
+                            *restrict s3 = block + 3 * K;
+                float a0 = 0, a1 = 0, a2 = 0, a3 = 0;
+                for (int64_t c = 0; c < K; c++) {
+                    a0 += s0[c] * x[c];
+                    a1 += s1[c] * x[c];
+                    a2 += s2[c] * x[c];
+                    a3 += s3[c] * x[c];
+                }
+                float *to = out + n * P + p;
+                to[0] = a0, to[1] = a1, to[2] = a2, to[3] = a3;
+            } else {
+                for (int64_t r = 0; r < rows; r++) out[n * P + p + r] = dot(block + r * K, x, K);
+            }
+        }
+    }
+}
+
+/* Work space of one head of one row. Vectors over K only where the decay is per channel; else of length 1 ("D"). */
+typedef struct {
+    float *keys;    /* [E, K] committed keys of the group */
+    float *probes;  /* [2T, K] q, then k */
+    float *along;   /* [T, D] path sums of g */
+    float *since;   /* [D] running suffix sum */
+    float *scores;  /* [2T, E] */
+    float *seen;    /* [2T, P] */
+    float *u;       /* [T, P] */
+    float *decayed; /* [2T, K] */
+    float *line;    /* [max(P, BLOCK * K)] */
+    float *between; /* [D] */
+} Space;
+
+static inline int64_t parent_of(const Tokens *t, int64_t start, int64_t i) {
+    return t->parents ? t->parents[start + i] : i - 1;
+}
+
+/* along[i] = sum of g over token i's path from the root. */
+static void path_sums(const Space *s, const Layer *l, const Tokens *t, int64_t start, int64_t count, int64_t head) {
+    int64_t D = l->channel ? l->state_dim : 1;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t parent = parent_of(t, start, i);
+        for (int64_t c = 0; c < D; c++) {
+            float before = parent < 0 ? 0 : s->along[parent * D + c];
+            s->along[i * D + c] = before + (t->g ? t->g[((start + i) * l->heads + head) * D + c] : 0);
+        }
+    }
+}
+
+/* scores[n, j] = <k_j e^(c_i - c_j), x_n>: the exponent is what came after entry j plus token i's path. Leaves in
+   ``since`` the sum of all committed decays. */
+static void score_entries(const Space *s, const Layer *l, int64_t slot, int64_t head, int64_t entries, int64_t count,
+                          int64_t probes, const float *plain) {
+    int64_t K = l->state_dim, D = l->channel ? K : 1;
+    const float *g = l->decay.data ? (const float *)entry(&l->decay, slot, head * l->window, D, F32) : NULL;
+    memset(s->since, 0, D * sizeof(float));
+    if (l->channel)
+        for (int64_t n = 0; n < probes; n++)
+            for (int64_t c = 0; c < K; c++)
+                s->decayed[n * K + c] = s->probes[n * K + c] * decay_exp(s->along[(n % count) * K + c]);
+    for (int64_t j = entries - 1; j >= 0; j--) {
+        if (l->channel) {
+            for (int64_t c = 0; c < K; c++) s->line[c] = s->keys[j * K + c] * decay_exp(s->since[c]);
+            for (int64_t n = 0; n < probes; n++) s->scores[n * entries + j] = dot(s->line, s->decayed + n * K, K);
+        } else {
+            for (int64_t n = 0; n < probes; n++)
+                s->scores[n * entries + j] = plain[n * entries + j] * decay_exp(s->since[0] + s->along[n % count]);
+        }
+        if (g)
+            for (int64_t c = 0; c < D; c++) s->since[c] += g[j * D + c];
+    }
+}
+
+/* seen[n] = read(x_n): the checkpoint's part and the committed entries'. */
+static void see(const Space *s, const Layer *l, int64_t slot, int64_t head, int64_t entries, int64_t count,
+                int64_t probes) {
+    int64_t K = l->state_dim, P = l->head_dim;
+    const char *state = entry(&l->state, slot, head * P, K, l->state_type);
+    if (l->channel) {
+        for (int64_t n = 0; n < probes; n++)
+            for (int64_t c = 0; c < K; c++)
+                s->decayed[n * K + c] = s->probes[n * K + c] * decay_exp(s->since[c] + s->along[(n % count) * K + c]);
+        read_state(s->seen, state, l->state_type, s->decayed, probes, P, K, s->line);
+    } else {
+        read_state(s->seen, state, l->state_type, s->probes, probes, P, K, s->line);
+        for (int64_t n = 0; n < probes; n++) {
+            float decay = decay_exp(s->since[0] + s->along[n % count]);
+            for (int64_t p = 0; p < P; p++) s->seen[n * P + p] *= decay;
+        }
+    }
+    const float *weight = (const float *)entry(&l->weight, slot, head * l->window, 1, F32);
+    int type = l->delta ? l->written_type : l->activation_type;
+    const Pool *pool = l->delta ? &l->written : &l->value;
+    for (int64_t j = 0; j < entries; j++) {
+        load(s->line, entry(pool, slot, head * l->window + j, P, type), type, P);
+        float scale = l->delta ? 1 : weight[j];
+        for (int64_t n = 0; n < probes; n++)
+            add_scaled(s->seen + n * P, s->line, scale * s->scores[n * entries + j], P);
+    }
+}
+
+/* Walk from token i to the root. For each ancestor j: seen[i] += u_j <k_j e^(c_i - c_j), x>, with x the query or, if
+   ``strict``, the key (then the token itself is left out). */
+static void see_drafts(const Space *s, const Layer *l, const Tokens *t, int64_t start, int64_t i, int64_t head,
+                       const float *x, const float *keys, float *to, float sign, int strict) {
+    int64_t K = l->state_dim, P = l->head_dim, D = l->channel ? K : 1;
+    memset(s->between, 0, D * sizeof(float));
+    for (int64_t j = i; j >= 0; j = parent_of(t, start, j)) {
+        if (j != i || !strict) {
+            float score;
+            if (l->channel) {
+                for (int64_t c = 0; c < K; c++) s->line[c] = keys[j * K + c] * decay_exp(s->between[c]);
+                score = dot(s->line, x, K);
+            } else {
+                score = dot(keys + j * K, x, K) * decay_exp(s->between[0]);
+            }
+            add_scaled(to, s->u + j * P, sign * score, P);
+        }
+        if (t->g)
+            for (int64_t c = 0; c < D; c++) s->between[c] += t->g[((start + j) * l->heads + head) * D + c];
+    }
+}
+
+static void append(const Layer *l, const Tokens *t, int64_t slot, int64_t place, int64_t token, int64_t head,
+                   const float *u) {
+    int64_t P = l->head_dim, K = l->state_dim, D = l->channel ? K : 1, W = l->window;
+    int64_t bytes = size_of(l->activation_type), group = head / (l->heads / l->groups);
+    memcpy((char *)entry(&l->value, slot, head * W + place, P, l->activation_type),
+           t->raw_v + (token * l->heads + head) * P * bytes, P * bytes);
+    *(float *)entry(&l->weight, slot, head * W + place, 1, F32) = t->beta[token * l->heads + head];
+    if (l->decay.data)
+        memcpy((char *)entry(&l->decay, slot, head * W + place, D, F32), t->g + (token * l->heads + head) * D,
+               D * sizeof(float));
+    if (l->delta) store((char *)entry(&l->written, slot, head * W + place, P, l->written_type), u, l->written_type, P);
+    if (head % (l->heads / l->groups)) return; /* keys belong to the group: its first head writes them */
+    memcpy((char *)entry(&l->key, slot, group * W + place, K, l->activation_type),
+           t->raw_k + (token * l->groups + group) * K * bytes, K * bytes);
+    if (l->key_scale.data)
+        *(float *)entry(&l->key_scale, slot, group * W + place, 1, F32) = t->scale[token * l->groups + group];
+}
+
+static void step_head(const Space *s, const Layer *l, const Tokens *t, int64_t row, int64_t head, const float *plain) {
+    int64_t P = l->head_dim, K = l->state_dim, slot = l->slots[row], entries = l->length[row];
+    int64_t start = t->start[row], count = t->count[row], probes = l->delta ? 2 * count : count;
+    const float *keys = s->probes + count * K;
+    path_sums(s, l, t, start, count, head);
+    score_entries(s, l, slot, head, entries, count, probes, plain);
+    see(s, l, slot, head, entries, count, probes);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t token = (start + i) * l->heads + head;
+        float *u = s->u + i * P;
+        load(u, t->raw_v + token * P * size_of(l->activation_type), l->activation_type, P);
+        if (l->delta) {
+            float *before = s->seen + (count + i) * P;
+            see_drafts(s, l, t, start, i, head, keys + i * K, keys, before, 1, 1);
+            for (int64_t p = 0; p < P; p++) u[p] -= before[p];
+        }
+        for (int64_t p = 0; p < P; p++) u[p] *= t->beta[token];
+        see_drafts(s, l, t, start, i, head, s->probes + i * K, keys, s->seen + i * P, 1, 0);
+        store(t->out + token * P * size_of(l->activation_type), s->seen + i * P, l->activation_type, P);
+        append(l, t, slot, entries + i, start + i, head, u);
+    }
+}
+
+static float *carve(float **memory, int64_t n) {
+    float *piece = *memory;
+    *memory += (n + 15) / 16 * 16;
+    return piece;
+}
+
+/* Work items first..last-1: item i is group i % G of row i / G. Returns 0, or 1 where memory ran out. */
+int replay_step(const Layer *l, const Tokens *t, int64_t first, int64_t last) {
+    int64_t K = l->state_dim, P = l->head_dim, G = l->groups, D = l->channel ? K : 1, E = 0, T = 0;
+    for (int64_t row = first / G; row <= (last - 1) / G; row++) {
+        if (l->length[row] > E) E = l->length[row];
+        if (t->count[row] > T) T = t->count[row];
+    }
+    int64_t line = P > BLOCK * K ? P : BLOCK * K;
+    int64_t floats = E * K + 4 * T * K + T * D + 2 * D + 4 * T * E + 3 * T * P + line + 12 * 16;
+    float *memory = malloc(floats * sizeof(float)), *rest = memory;
+    if (!memory) return 1;
+    Space s = {carve(&rest, E * K), carve(&rest, 2 * T * K), carve(&rest, T * D),     carve(&rest, D),
+               carve(&rest, 2 * T * E), carve(&rest, 2 * T * P), carve(&rest, T * P), carve(&rest, 2 * T * K),
+               carve(&rest, line),  carve(&rest, D)};
+    float *plain = carve(&rest, 2 * T * E);
+    for (int64_t item = first; item < last; item++) {
+        int64_t row = item / G, group = item % G, repeat = l->heads / G, entries = l->length[row];
+        int64_t start = t->start[row], count = t->count[row], probes = l->delta ? 2 * count : count;
+        load_keys(s.keys, l, l->slots[row], group, entries);
+        for (int64_t i = 0; i < count; i++) {
+            memcpy(s.probes + i * K, t->q + ((start + i) * G + group) * K, K * sizeof(float));
+            memcpy(s.probes + (count + i) * K, t->k + ((start + i) * G + group) * K, K * sizeof(float));
+        }
+        if (!l->channel)
+            for (int64_t n = 0; n < probes; n++)
+                for (int64_t j = 0; j < entries; j++)
+                    plain[n * entries + j] = dot(s.keys + j * K, s.probes + n * K, K);
+        for (int64_t r = 0; r < repeat; r++) step_head(&s, l, t, row, group * repeat + r, plain);
+    }
+    free(memory);
+    return 0;
+}
+
+/* One token on four rows s of the state, in one pass: what the token before wrote, this one's decay, and sums = S k.
+   ``e`` is a vector over K, or one number where ``each`` is 0. */
+static inline void advance_token(float *restrict s, const float *restrict before, const float *restrict u,
+                                 const float *restrict e, int64_t each, const float *restrict k, float *restrict sums,
+                                 int64_t K) {
+    float *restrict s0 = s, *restrict s1 = s + K, *restrict s2 = s + 2 * K, *restrict s3 = s + 3 * K;
+    float u0 = u[0], u1 = u[1], u2 = u[2], u3 = u[3], a0 = 0, a1 = 0, a2 = 0, a3 = 0, one = e[0];
+    for (int64_t c = 0; c < K; c++) {
+        float decay = each ? e[c] : one;
+        float x0 = (s0[c] + u0 * before[c]) * decay, x1 = (s1[c] + u1 * before[c]) * decay;
+        float x2 = (s2[c] + u2 * before[c]) * decay, x3 = (s3[c] + u3 * before[c]) * decay;
+        a0 += x0 * k[c], a1 += x1 * k[c], a2 += x2 * k[c], a3 += x3 * k[c];
+        s0[c] = x0, s1[c] = x1, s2[c] = x2, s3[c] = x3;
+    }
+    sums[0] = a0, sums[1] = a1, sums[2] = a2, sums[3] = a3;
+}
+
+/* Four rows p… of the state through all committed entries. u = beta (v - S k) or beta v. */
+static void advance_block(float *s, const Layer *l, const float *keys, const float *decays, const float *values,
+                          const float *weight, int64_t entries, int64_t p, int64_t rows) {
+    int64_t K = l->state_dim, P = l->head_dim;
+    float u[BLOCK] = {0}, sums[BLOCK];
+    const float *before = keys;
+    for (int64_t j = 0; j < entries; j++) {
+        const float *k = keys + j * K;
+        if (l->channel)
+            advance_token(s, before, u, decays + j * K, 1, k, sums, K);
+        else
+            advance_token(s, before, u, decays + j, 0, k, sums, K);
+        for (int64_t r = 0; r < rows; r++)
+            u[r] = weight[j] * (values[j * P + p + r] - (l->delta ? sums[r] : 0));
+        before = k;
+    }
+    for (int64_t r = 0; entries && r < rows; r++) add_scaled(s + r * K, before, u[r], K);
+}
+
+/* The state after the committed entries, in float32: row r's goes to to + where[r] bytes, [H, P, K]. It may be the
+   checkpoint itself. Items as in replay_step. */
+int replay_fold(const Layer *l, char *to, const int64_t *where, int64_t first, int64_t last) {
+    int64_t K = l->state_dim, P = l->head_dim, G = l->groups, D = l->channel ? K : 1, W = l->window, E = 0;
+    for (int64_t row = first / G; row <= (last - 1) / G; row++)
+        if (l->length[row] > E) E = l->length[row];
+    float *memory = malloc((E * (K + D + P) + BLOCK * K + 4 * 16) * sizeof(float)), *rest = memory;
+    if (!memory) return 1;
+    float *keys = carve(&rest, E * K), *decays = carve(&rest, E * D), *values = carve(&rest, E * P);
+    float *block = carve(&rest, BLOCK * K);
+    memset(block, 0, BLOCK * K * sizeof(float));
+    for (int64_t item = first; item < last; item++) {
+        int64_t row = item / G, group = item % G, repeat = l->heads / G, entries = l->length[row], slot = l->slots[row];
+        load_keys(keys, l, slot, group, entries);
+        for (int64_t head = group * repeat; head < (group + 1) * repeat; head++) {
+            const float *weight = (const float *)entry(&l->weight, slot, head * W, 1, F32);
+            const float *g = l->decay.data ? (const float *)entry(&l->decay, slot, head * W, D, F32) : NULL;
+            load(values, entry(&l->value, slot, head * W, P, l->activation_type), l->activation_type, entries * P);
+            for (int64_t i = 0; i < entries * D; i++) decays[i] = g ? decay_exp(g[i]) : 1;
+            const char *state = entry(&l->state, slot, head * P, K, l->state_type);
+            float *target = (float *)(to + where[row]) + head * P * K;
+            for (int64_t p = 0; p < P; p += BLOCK) {
+                int64_t rows = P - p < BLOCK ? P - p : BLOCK;
+                prefetch(state + p * K * size_of(l->state_type), rows * K * size_of(l->state_type));
+                load(block, state + p * K * size_of(l->state_type), l->state_type, rows * K);
+                advance_block(block, l, keys, decays, values, weight, entries, p, rows);
+                memcpy(target + p * K, block, rows * K * sizeof(float));
+            }
+        }
+    }
+    free(memory);
+    return 0;
+}
