@@ -280,7 +280,7 @@ class _Dims:
     def __init__(self, layout: Layout, first: object) -> None:
         tokens = first.shape[0] if isinstance(first, Tensor) and first.ndim else None
         n, h, k = ("N", tokens), ("heads", layout.heads), ("state_dim", layout.state_dim)
-        self.value: Sequence[tuple[str, int | None]] = (n, h, ("head_dim", layout.head_dim))
+        self.value: Sequence[tuple[str, int | None]] = (("N", None), h, ("head_dim", layout.head_dim))
         self.key: Sequence[tuple[str, int | None]] = (n, ("groups", layout.groups), k)
         self.head: Sequence[tuple[str, int | None]] = (n, h)
         self.channel: Sequence[tuple[str, int | None]] = (n, h, k)
