@@ -93,7 +93,8 @@ def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch)
     parents = None
     if batch.parents is not None:
         parents = torch.full((inputs.tokens,), -1, dtype=torch.int64)
-        parents[batch.tokens.flip(1)] = batch.parents.flip(1)  # padding repeats the row's last token: write it last
+        valid = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.valid is None else batch.valid
+        parents[batch.tokens[valid]] = batch.parents[valid]
     out = torch.zeros((inputs.tokens, layout.heads, layout.head_dim), dtype=layout.dtype)
     held = [start, count, parents, lowered.q, key, lowered.g, lowered.beta, lowered.key_scale, lowered.k, lowered.v]
     held = [None if x is None else x.contiguous() for x in held]
