@@ -134,12 +134,21 @@ def _layout(header: dict[str, Any]) -> Layout:
         layers = header["layers"]
     except (KeyError, TypeError, AttributeError, ValueError) as problem:
         raise ReplayError(f"data: the header is damaged ({problem})") from None
-    rows = {len(book) for book in books if isinstance(book, list)}
-    numbers = [n for book in books if isinstance(book, list) for n in book]
-    whole = all(isinstance(n, int) and n >= 0 for n in [layers, *numbers])
-    if len(rows) != 1 or not whole or max(books[0], default=0) > layout.window:
+    if not _counters_fit(books, layers, layout):
         raise ReplayError("data: the header is damaged (its counters do not fit its layout)")
     return layout
+
+
+def _counters_fit(books: list[Any], layers: object, layout: Layout) -> bool:
+    """Whether length, folds and limit are lists of one size that such a cache can have."""
+
+    def whole(n: object, most: int) -> bool:
+        return isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= most
+
+    for book, most in zip(books, (layout.room, 2**31 - 1, layout.room), strict=True):
+        if not isinstance(book, list) or len(book) != len(books[0]) or not all(whole(n, most) for n in book):
+            return False
+    return whole(layers, 2**31 - 1)
 
 
 def _header(data: Mapping[str, Tensor]) -> dict[str, Any]:
