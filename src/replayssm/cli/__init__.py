@@ -1,0 +1,1 @@
+"""The command line: ``replayssm generate | check | explain``."""

@@ -1,0 +1,7 @@
+"""Options that several commands have."""
+
+import typer
+
+MODEL = "a shipped name or a Hugging Face folder"
+DTYPE = typer.Option(help="weights and activations: fp32, bf16, fp16, or auto (as stored)")
+WINDOW = typer.Option(min=1, help="entries of the buffer, drafts included (default: 16 + drafts)", show_default=False)
