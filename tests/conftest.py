@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -24,9 +23,3 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 torch.set_num_threads(1)
-
-
-@pytest.fixture
-def device() -> str:
-    """Where the cache is; the GPU tests override it."""
-    return "cpu"

@@ -34,10 +34,11 @@ PADDED = SOME.flatmap(lambda s: st.integers(0, 1).flatmap(lambda n: st.permutati
 class Verbs(RuleBasedStateMachine):
     name = "gdn"
     layers = 1
+    dtype = torch.float64
 
     @initialize(seed=st.integers(0, 2**16), window=st.sampled_from([4, 5, 9, 20]), draft=st.integers(1, 4))
     def allocate(self, seed: int, window: int, draft: int) -> None:
-        layout = conv_layout(layout_of(self.name, window=window, max_draft=draft))
+        layout = conv_layout(layout_of(self.name, self.dtype, window=window, max_draft=draft))
         self.model = Model(self.name, layout, self.layers, SLOTS, seed=seed)
         other = replace(layout, window=window % 9 + 3, max_draft=1 + draft % 3)
         self.other = ReplayCache.allocate(other, self.layers, 2 * SLOTS)
@@ -153,6 +154,13 @@ def test_any_order_of_verbs_equals_the_oracle(name: str) -> None:
     machine = type(name, (Verbs,), {"name": name, "layers": 2 if name == "kda" else 1})
     examples = 40 if name in CORNERS else 15
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25))
+
+
+@pytest.mark.parametrize("name", [*CORNERS, *FLAVOURS])
+def test_any_order_of_verbs_in_float32(name: str) -> None:
+    """As above in the dtype that C and GPU kernels take."""
+    machine = type(name, (Verbs,), {"name": name, "dtype": torch.float32})
+    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=25))
 
 
 def test_the_machine_sees_a_wrong_state() -> None:

@@ -73,11 +73,10 @@ def test_padding_is_zero_whatever_it_holds(name: str) -> None:
 def test_inputs_that_are_not_contiguous(name: str) -> None:
     layout = layout_of(name)
     inputs = random_inputs(name, layout, 6, generator(0))
-    strided = map_tokens(
-        inputs, lambda x: torch.stack([x, x + 1], -1)[..., 0].movedim(0, -1).contiguous().movedim(-1, 0)
-    )
+    strided = map_tokens(inputs, lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0))
     rows = Rows.draft([3, 1], [4, 2])
-    assert same(step(started(layout)[0], inputs, rows), step(started(layout)[0], strided, rows))
+    outputs = [step(started(layout)[0], x, rows) for x in (inputs, strided)]
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -6,7 +6,7 @@ The model knows states, convolution tails and drafts, in float64 on the CPU, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,14 +22,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5, torch.float16: 4e-3, tor
 
 
 @dataclass
-class Sequence_:
+class Truth:
     """What a slot truly holds, by layer: state [H, P, K] and tail [C, width-1]."""
 
     state: list[Tensor]
     tail: list[Tensor] = field(default_factory=list)
 
-    def copy(self) -> Sequence_:
-        return Sequence_(list(self.state), list(self.tail))
+    def copy(self) -> Truth:
+        return Truth(list(self.state), list(self.tail))
 
 
 @dataclass
@@ -82,12 +82,12 @@ class Model:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.source, dtype=torch.float64).to(self.layout.dtype)
 
-    def blank(self) -> Sequence_:
+    def blank(self) -> Truth:
         layout = self.layout
         state = torch.zeros(layout.heads, layout.head_dim, layout.state_dim, dtype=torch.float64)
         conv = layout.conv
         tail = [] if conv is None else [torch.zeros(conv.channels, conv.width - 1).double()] * self.layers
-        return Sequence_([state] * self.layers, tail)
+        return Truth([state] * self.layers, tail)
 
     # Verbs -----------------------------------------------------------------------------------------------------------
 
@@ -252,6 +252,4 @@ class Model:
 
 def conv_layout(layout: Layout, channels: int = 3, width: int = 4) -> Layout:
     """The layout with a short convolution."""
-    from dataclasses import replace
-
     return replace(layout, conv=Conv(channels, width))
