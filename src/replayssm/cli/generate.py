@@ -70,11 +70,15 @@ def generate(
     window: Annotated[int | None, WINDOW] = None,
     precision: Annotated[str, typer.Option(help="checkpoint, or checkpoint+read copy: fp32, bf16, fp32+bf16")] = "fp32",
     dtype: Annotated[str, DTYPE] = "fp32",
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token")] = 0.0,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="sample from this share of probability")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="sample from so many tokens")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="of sampling (default: a new one each time)")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: 1 for a small model)")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="of sampling (default: a new one each time)")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="CPU threads (default: 1 for a small model)")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="end with a table of what was moved and kept")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
 ) -> None:
@@ -136,7 +140,7 @@ def _prompt(prompt: str | None, file: Path | None, announce: bool) -> str:
 
 
 def _sampling(temperature: float, top_p: float | None, top_k: int | None) -> dict[str, Any]:
-    """What ``model.generate`` takes; the model's own generation settings do not come in."""
+    """What ``model.generate`` takes, whatever the model's own settings of these are."""
     if temperature == 0:
         if top_p is not None or top_k is not None:
             raise UserError("--top-p and --top-k choose among samples: give --temperature above 0 as well")

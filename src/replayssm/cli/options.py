@@ -4,4 +4,6 @@ import typer
 
 MODEL = "a shipped name or a Hugging Face folder"
 DTYPE = typer.Option(help="weights and activations: fp32, bf16, fp16, or auto (as stored)")
-WINDOW = typer.Option(min=1, help="entries of the buffer, drafts included (default: 16 + drafts)", show_default=False)
+WINDOW = typer.Option(
+    min=1, max=4096, help="entries of the buffer, drafts included (default: 16 + drafts)", show_default=False
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
 import sys
 from pathlib import Path
@@ -76,10 +77,14 @@ def piped() -> str:
     if sys.stdin is None:
         return ""
     try:
-        device = stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+        kind = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError):
-        device = False  # no file behind it, such as a test's stream
-    return "" if device else decode(sys.stdin.buffer.read(), "stdin")
+        kind = 0  # no file behind it, such as a test's stream
+    if stat.S_ISCHR(kind):
+        return ""
+    if os.name == "posix" and stat.S_ISFIFO(kind) and not select.select([sys.stdin], [], [], 2)[0]:
+        print("Waiting for the prompt on stdin …", file=sys.stderr, flush=True)
+    return decode(sys.stdin.buffer.read(), "stdin")
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:

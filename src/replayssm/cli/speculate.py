@@ -9,6 +9,8 @@ from .common import UserError
 
 FORMS = "lookup:8, assistant:PATH:4 or off"
 DRAFTS = {"lookup": 8, "assistant": 4}
+MOST = 256
+"""More drafts at a time than any model accepts."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Speculation:
     def options(self, assistant: Any | None) -> dict[str, Any]:
         """What ``model.generate`` takes. ``assistant`` is the loaded model; its own settings are set to fit."""
         if self.kind == "lookup":
-            return {"prompt_lookup_num_tokens": self.drafts}
+            # A match of three tokens is followed before one of two or one: fewer drafts, and more of them right.
+            return {"prompt_lookup_num_tokens": self.drafts, "max_matching_ngram_size": 3}
         if assistant is None:
             return {}
         config = assistant.generation_config
@@ -69,6 +72,6 @@ class Speculation:
 def _count(text: str, count: str, kind: str) -> int:
     if not count and not text.endswith(":"):
         return DRAFTS[kind]
-    if not count.isdigit() or int(count) < 1:
-        raise UserError(f"--speculate {text}: expected a number of drafts of at least 1, got {count!r} ({FORMS})")
+    if not count.isdecimal() or not 1 <= int(count) <= MOST:
+        raise UserError(f"--speculate {text}: expected 1…{MOST} drafts, got {count!r} ({FORMS})")
     return int(count)
