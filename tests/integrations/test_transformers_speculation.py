@@ -123,7 +123,7 @@ def test_first_forward_brings_prompt_and_draft(name):
     """As assisted generation does: the prompt's last tokens and the draft come in one chunk, and part is taken back."""
     ids = prompt(2, 20)
     wanted = whole(stock(name), ids)
-    for taken in range(6):
+    for taken in range(5):
         model = attached(name)
         cache = new_cache(model, recording=True)
         wrong = torch.cat([ids[:, : 12 - taken], (ids[:, :taken] + 5) % 100 + 2], 1)
@@ -141,7 +141,7 @@ def test_single_steps_taken_back_together(name):
     cache = new_cache(model, recording=True)
     feed(model, ids[:, :9], cache)
     done = 9
-    for steps, taken in ((3, 3), (5, 2), (7, 5), (1, 0), (4, 4), (4, 0)):
+    for steps, taken in ((3, 3), (5, 2), (7, 4), (1, 0), (4, 4), (4, 0)):
         for step in range(steps):
             token = ids[:, done + step : done + step + 1]
             bad = step >= steps - taken
@@ -153,10 +153,28 @@ def test_single_steps_taken_back_together(name):
     assert_same(feed(model, ids[:, done : done + 2], cache), wanted[:, done : done + 2])
 
 
-def test_too_many_drafts_name_the_argument():
-    text = prompt(1, 4).repeat(1, 6)
-    with pytest.raises(ReplayError, match=r"max_draft=.* prompt_lookup_num_tokens"):
-        generate(attached("qwen3_next", max_draft=2), text, prompt_lookup_num_tokens=9)
+@pytest.mark.parametrize("name", ONE_EACH)
+@pytest.mark.parametrize("drafted", [5, 9])
+def test_too_many_drafts_name_the_argument(name, drafted):
+    """``max_draft`` counts the token before the drafts, too: five drafts do not go with ``max_draft=5``."""
+    model = attached(name, max_draft=5)
+    cache = new_cache(model, recording=True)
+    feed(model, prompt(1, 7), cache)
+    cache.crop(0)
+    feed(model, prompt(1, drafted + 1), cache)
+    message = rf"cannot take back {drafted} tokens, only 4; .* max_draft={drafted + 1} .*prompt_lookup_num_tokens"
+    with pytest.raises(ReplayError, match=message):
+        cache.crop(-drafted)
+
+
+def test_a_crop_cannot_reach_past_the_last_one():
+    model = attached("qwen3_next")
+    cache = new_cache(model, recording=True)
+    feed(model, prompt(1, 4), cache)
+    cache.crop(-1)
+    cache.crop(-2)
+    with pytest.raises(ReplayError, match="cannot take back 2 tokens, only 1"):
+        cache.crop(-2)
 
 
 def test_crop_without_recording():
@@ -180,6 +198,8 @@ def test_recording_begins_and_ends_in_the_middle(name):
     for t in range(6, 11):
         assert_same(feed(model, ids[:, t : t + 1], cache)[:, 0], wanted[:, t])
     cache.activate_past_recording()
+    with pytest.raises(ReplayError, match="cannot take back 1 tokens, only 0"):
+        next(layer for layer in cache.layers if hasattr(layer, "pool")).crop(-1)
     feed(model, torch.cat([ids[:, 11:13], ids[:, :2]], 1), cache)
     cache.crop(-2)
     assert_same(feed(model, ids[:, 13:16], cache), wanted[:, 13:16])

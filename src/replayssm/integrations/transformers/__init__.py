@@ -29,8 +29,8 @@ def attach(model: Model, window: int = 16, max_draft: int = 8, precision: Precis
     Args:
         model: a model of transformers whose recurrent layers are Mamba-2, Gated DeltaNet or Kimi Delta Attention.
         window: tokens between two writes of a state.
-        max_draft: most tokens that speculation may take back at a time: at least ``prompt_lookup_num_tokens`` or
-            ``num_assistant_tokens``. Plain decode does not pay for it.
+        max_draft: most tokens that speculation brings in one step: the drafted ones (``prompt_lookup_num_tokens`` or
+            ``num_assistant_tokens``) and the one before them. Plain decode does not pay for it.
         precision: how states are stored; ``Precision()`` (float32) by default.
 
     Returns:

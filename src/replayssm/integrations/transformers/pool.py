@@ -85,10 +85,12 @@ class Pool:
 
     def crop(self, removed: int) -> None:
         """Take back the last ``removed`` tokens of every row, and accept the others."""
-        if removed > self._pending:
+        # What came before the past was recorded stays: stock has not kept its convolution inputs.
+        allowed = 0 if self._waiting[0] is None else min(self._pending, self.settings.max_draft - 1)
+        if removed > allowed:
             raise ReplayError(
-                f"crop: cannot take back {removed} tokens, only the last {self._pending} are kept; attach the model "
-                f"with max_draft={removed} or more (no less than prompt_lookup_num_tokens or num_assistant_tokens)"
+                f"crop: cannot take back {removed} tokens, only {allowed}; attach the model with max_draft={removed + 1} "
+                f"or more (prompt_lookup_num_tokens or num_assistant_tokens, and one)"
             )
         self._pending -= removed
         self.seen -= removed
