@@ -89,8 +89,8 @@ class Pool:
         allowed = 0 if self._waiting[0] is None else min(self._pending, self.settings.max_draft - 1)
         if removed > allowed:
             raise ReplayError(
-                f"crop: cannot take back {removed} tokens, only {allowed}; attach the model with max_draft={removed + 1} "
-                f"or more (prompt_lookup_num_tokens or num_assistant_tokens, and one)"
+                f"crop: cannot take back {removed} tokens, only {allowed}; attach the model with "
+                f"max_draft={removed + 1} or more (prompt_lookup_num_tokens or num_assistant_tokens, and one)"
             )
         self._pending -= removed
         self.seen -= removed
