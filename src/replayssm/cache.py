@@ -15,12 +15,11 @@ from torch import Tensor
 
 from replayssm import backends, checks, precision, transfer
 from replayssm.checks import ReplayError
+from replayssm.host import Host
 from replayssm.layout import Conv, Layout
-from replayssm.rows import HostRows, Rows
+from replayssm.rows import Rows
 
 Integers = Tensor | Sequence[int]
-# Rows that are folded together where the new states pass through float32 on their way to the checkpoint.
-_FOLD_ROWS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,8 @@ class ReplayCache:
         device: where everything is.
         length: int32 [S], committed entries in the buffer, shared by all layers.
         folds: int32 [S], how often the slot was folded since it was loaded.
-        backend: the module that does the arithmetic; ``backend.name`` says which.
+        backend: the module that does the arithmetic on the host; ``backend.name`` says which.
+        verbs: what carries out step, commit, fold and materialise: ``Host``, or kernels, which never wait for the device.
     """
 
     def __init__(self, layout: Layout, tensors: list[dict[str, Tensor]], slots: int, seed: int) -> None:
@@ -69,8 +69,7 @@ class ReplayCache:
             self._position = torch.zeros_like(self.length)
             # Uncommitted tokens by layer: of the recurrence (0) and of the convolution (1).
             self._drafts = torch.zeros((2, self.layers, slots), dtype=torch.int32, device=self.device)
-            # The verbs as kernels, on a device that has them: they do not wait for the device.
-            self._kernels = backends.kernels(self)
+        self.verbs = backends.kernels(self) or Host(self)
 
     @classmethod
     def allocate(
@@ -225,27 +224,7 @@ class ReplayCache:
             ReplayError: a count outside 0…drafted, a path that is none, or a layer that was not stepped. Nothing was
                 written.
         """
-        if self._kernels is not None:
-            self._kernels.commit(rows, accepted, path)
-            return
-        host = self.host_rows(rows)
-        taken = checks.int_vector("accepted", accepted, torch.device("cpu")).tolist()
-        checks.accepted(taken, host.counts)
-        lines = _path_lines(path, taken)
-        checks.path(lines, taken, host.offsets, host.parents, given=path is not None)
-        self._expect_stepped(host, taken)
-        live = [r for r, slot in enumerate(host.slots) if slot >= 0]
-        index = torch.tensor([host.slots[r] for r in live], dtype=torch.int64, device=self.device)
-        moved = [r for r in live if lines[r][: taken[r]] != list(range(taken[r]))]
-        for r in moved:
-            self._compact(host.slots[r], lines[r][: taken[r]])
-        count = torch.tensor([taken[r] for r in live], dtype=torch.int32, device=self.device)
-        self.length[index] += count
-        if self.layout.conv is not None:
-            ring = self.layout.tensors["conv"].shape[1]
-            self._position[index] = (self._position[index] + count) % ring
-        self._drafts[:, :, index] = 0
-        self._fold(index[self.length[index] > self._limit[index]])
+        self.verbs.commit(rows, accepted, path)
 
     @torch.no_grad()
     def fold(self, slots: Integers) -> None:
@@ -253,12 +232,7 @@ class ReplayCache:
 
         ("Flush" in some papers.) Recomputed from the raw inputs and the checkpoint, in every layer.
         """
-        if self._kernels is not None:
-            self._kernels.fold(slots)
-            return
-        _, index = self._live(self._slots("slots", slots))
-        self._drafts[:, :, index] = 0
-        self._fold(index[self.length[index] > 0])
+        self.verbs.fold(slots)
 
     @torch.no_grad()
     def fork(self, src: Integers, dst: Integers) -> None:
@@ -306,10 +280,7 @@ class ReplayCache:
         out = torch.zeros(
             (len(given), *self.layout.tensors["checkpoint"].shape), dtype=self.layout.wide, device=self.device
         )
-        if self._kernels is not None:
-            out[keep] = self._kernels.materialise(layer, index)
-            return out
-        out[keep] = self.backend.advance(self._tensors[layer], self.layout, index, self.length[index].long())
+        out[keep] = self.verbs.materialise(layer, index)
         return out
 
     @torch.no_grad()
@@ -342,59 +313,12 @@ class ReplayCache:
         On the CPU every verb checks at once. On CUDA the verbs that read values (``materialise``, ``export``,
         ``reset``, …) check as well; ``step``, ``commit`` and ``fold`` never wait.
         """
-        if self._kernels is not None:
-            self._kernels.check()
-
-    # What ops and conv need ------------------------------------------------------------------------------------------
-
-    def host_rows(self, rows: Rows) -> HostRows:
-        """The batch's numbers on the host, checked against this cache."""
-        if not isinstance(rows, Rows):
-            raise ReplayError(f"rows: expected Rows, got {type(rows).__name__}")
-        return rows.host(self.slots, self.layout.max_draft)
-
-    def expect_room(self, layer: int, host: HostRows, kind: int = 0) -> None:
-        """Raise if a step with these rows would overwrite drafts of another step that nobody committed."""
-        pending = self._drafts[kind, layer].tolist()
-        for row, (slot, count) in enumerate(zip(host.slots, host.counts, strict=True)):
-            if slot >= 0 and pending[slot] not in (0, count):
-                raise ReplayError(
-                    f"step: row {row} (slot {slot}) brings {count} tokens to layer {layer}, which holds "
-                    f"{pending[slot]} uncommitted ones of an earlier step; commit them first (accepted=0 drops them)"
-                )
-
-    def note_drafts(self, layer: int, host: HostRows, kind: int = 0) -> None:
-        """Remember how many uncommitted tokens the rows have in a layer."""
-        pairs = [(slot, count) for slot, count in zip(host.slots, host.counts, strict=True) if slot >= 0]
-        if pairs:
-            slots, counts = zip(*pairs, strict=True)
-            self._drafts[kind, layer, list(slots)] = torch.tensor(counts, dtype=torch.int32, device=self.device)
+        self.verbs.check()
 
     def ring_places(self, index: Tensor, start: int, stop: int) -> Tensor:
         """Places [R, stop−start] in the convolution's ring of the inputs ``start…stop-1`` counted from the next one."""
         ring = self.layout.tensors["conv"].shape[1]
         return (self._position[index, None].long() + torch.arange(start, stop, device=self.device)) % ring
-
-    # Internal --------------------------------------------------------------------------------------------------------
-
-    def _fold(self, index: Tensor) -> None:
-        """Fold the slots ``index`` [R] (int64) in every layer."""
-        if not len(index):
-            return
-        length, counter = self.length[index].long(), self.folds[index] + 1
-        policy = self.layout.precision
-        plain = policy.checkpoint == self.layout.wide and policy.read_copy is None
-        for layer, tensors in enumerate(self._tensors):
-            if plain:
-                self.backend.fold_in_place(tensors, self.layout, index, length)
-                continue
-            for start in range(0, len(index), _FOLD_ROWS):
-                rows = slice(start, start + _FOLD_ROWS)
-                state = self.backend.advance(tensors, self.layout, index[rows], length[rows])
-                self._store(layer, index[rows], state, counter[rows])
-        self.length[index] = 0
-        self.folds[index] = counter
-        self._limit[index] = self.layout.room
 
     def _store(self, layer: int, index: Tensor, state: Tensor, counter: Tensor) -> None:
         """Write checkpoints and their read copies."""
@@ -403,34 +327,6 @@ class ReplayCache:
         tensors["checkpoint"][index] = checkpoint
         for name, encoded in precision.encode(checkpoint, policy).items():
             tensors[name][index] = encoded
-
-    def _compact(self, slot: int, line: list[int]) -> None:
-        """Move the drafts along a tree's path to where a chain would have them."""
-        base = int(self.length[slot])
-        source = torch.tensor(line, device=self.device)
-        for tensors in self._tensors:
-            for name, spec in self.layout.tensors.items():
-                if spec.entries:
-                    entries = tensors[name][slot]
-                    entries[:, base : base + len(line)] = entries[:, base + source]
-        if self.layout.conv is not None:
-            places = self.ring_places(torch.tensor([slot], device=self.device), 0, self.layout.max_draft)[0]
-            for tensors in self._tensors:
-                ring = tensors["conv"][slot]
-                ring[:, places[: len(line)]] = ring[:, places[source]]
-
-    def _expect_stepped(self, host: HostRows, taken: list[int]) -> None:
-        kinds: list[tuple[int, str]] = [(0, "step")]
-        if self.layout.conv is not None:
-            kinds.append((1, "conv_step"))
-        for kind, verb in kinds:
-            for layer, pending in enumerate(self._drafts[kind].tolist()):
-                for row, (slot, count) in enumerate(zip(host.slots, host.counts, strict=True)):
-                    if slot >= 0 and taken[row] and pending[slot] != count:
-                        raise ReplayError(
-                            f"commit: row {row} (slot {slot}) accepts {taken[row]} of {count} tokens, but layer "
-                            f"{layer} holds {pending[slot]} uncommitted ones; {verb} every layer with these rows first"
-                        )
 
     def _layer(self, layer: int) -> int:
         return checks.integer("layer", layer, 0, self.layers - 1)
@@ -468,14 +364,3 @@ class ReplayCache:
 def _expect_layout(layout: Layout) -> None:
     if not isinstance(layout, Layout):
         raise ReplayError(f"layout: expected a Layout, got {type(layout).__name__}")
-
-
-def _path_lines(path: Tensor | Sequence[Sequence[int]] | None, taken: list[int]) -> list[list[int]]:
-    """The accepted tokens of each row; without a path, its first ones."""
-    if path is None:
-        return [list(range(count)) for count in taken]
-    if isinstance(path, Tensor):
-        if path.ndim != 2 or path.dtype not in (torch.int32, torch.int64):
-            raise ReplayError(f"path: expected integers [R, T], got {checks.dtype_name(path.dtype)} {list(path.shape)}")
-        return path.tolist()
-    return [list(line) for line in path]
