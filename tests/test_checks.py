@@ -141,6 +141,7 @@ WRONG: dict[str, Callable[[ReplayCache], object]] = {
     "path: in row 0, token 1 does not follow token -1 (its parent is 0)": committing(PLAIN, [1, 0], [[1], [-1]]),
     "path: in row 1, token 1 does not follow token 0 (its parent is -1); row 1 is a tree and accepts 2 tokens: "
     "pass path=": committing(Rows.draft([0, 1], [2, 3], [-1, 0, -1, -1, 0]), [2, 2]),
+    "path: expected integers [R, T] or a sequence of integers a row": committing(PLAIN, [1, 1], [["a"], [0.0]]),
     "path: expected integers [R, T], got float32 [2, 2]": committing(PLAIN, [1, 1], zeros(2, 2)),
     # Slots of the other verbs
     f"slots: row 0 has slot 9, {RANGE}": lambda cache: cache.fold([9]),
