@@ -141,7 +141,7 @@ class Verbs(RuleBasedStateMachine):
         if held:
             rows = Rows.draft([held[0][0]], [more])
             with pytest.raises(ReplayError, match="step: row 0"):
-                self.model.cache.expect_room(0, rows.host(SLOTS, self.model.layout.max_draft))
+                self.model.cache.verbs.expect_room(0, rows.host(SLOTS, self.model.layout.max_draft), 0)
 
     @invariant()
     def holds(self) -> None:

@@ -48,7 +48,8 @@ class ReplayCache:
         length: int32 [S], committed entries in the buffer, shared by all layers.
         folds: int32 [S], how often the slot was folded since it was loaded.
         backend: the module that does the arithmetic on the host; ``backend.name`` says which.
-        verbs: what carries out step, commit, fold and materialise: ``Host``, or kernels, which never wait for the device.
+        verbs: what carries out step, commit, fold and materialise: ``Host``, or kernels, which do not wait for the
+            device.
     """
 
     def __init__(self, layout: Layout, tensors: list[dict[str, Tensor]], slots: int, seed: int) -> None:

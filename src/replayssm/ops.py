@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from replayssm.backends.torch import Batch
-from replayssm.cache import CacheLayer, ReplayCache
+from replayssm.cache import CacheLayer
 from replayssm.checks import ReplayError
 from replayssm.inputs import Inputs
-from replayssm.rows import HostRows, Rows
+from replayssm.rows import Rows
 
 
 @torch.no_grad()
@@ -38,41 +37,5 @@ def step(layer: CacheLayer, inputs: Inputs, rows: Rows) -> Tensor:
             f"inputs: expected Mamba2Inputs, GdnInputs, KdaInputs or LinearInputs, got {type(inputs).__name__}"
         )
     cache, layout = layer.cache, layer.cache.layout
-    if cache._kernels is not None:
-        inputs.check(layout, cache.device)
-        return cache._kernels.step(layer.index, inputs, rows)
-    host = cache.host_rows(rows)
     inputs.check(layout, cache.device)
-    if inputs.tokens < host.offsets[-1]:
-        raise ReplayError(f"inputs: rows own {host.offsets[-1]} tokens, got N={inputs.tokens}")
-    cache.expect_room(layer.index, host)
-    batch = batch_of(cache, host)
-    if batch is None:
-        shape = (inputs.tokens, layout.heads, layout.head_dim)
-        out = torch.zeros(shape, dtype=layout.dtype, device=cache.device)
-    else:
-        out = cache.backend.step(layer.tensors, layout, inputs, batch)
-    cache.note_drafts(layer.index, host)
-    return out
-
-
-def batch_of(cache: ReplayCache, host: HostRows) -> Batch | None:
-    """The rows that bring tokens, as the backend wants them; None where there are none."""
-    live = [r for r, (slot, count) in enumerate(zip(host.slots, host.counts, strict=True)) if slot >= 0 and count]
-    if not live:
-        return None
-    counts = [host.counts[r] for r in live]
-    most = max(counts)
-    places = [[host.offsets[r] + min(t, n - 1) for t in range(most)] for r, n in zip(live, counts, strict=True)]
-    device = cache.device
-    valid = parents = None
-    if min(counts) != most:
-        valid = torch.tensor([[t < n for t in range(most)] for n in counts], device=device)
-    if host.parents is not None and most > 1:
-        lines = [[host.parents[place] for place in line] for line in places]
-        parents = torch.tensor(lines, device=device)
-        if valid is not None:
-            parents = torch.where(valid, parents, -1)
-    slots = torch.tensor([host.slots[r] for r in live], device=device)
-    length = cache.length[slots].long()
-    return Batch(slots, length, torch.tensor(places, device=device), valid, parents, int(length.max()))
+    return cache.verbs.step(layer.index, inputs, rows)
