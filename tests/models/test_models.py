@@ -107,3 +107,21 @@ def test_heldout(shelf):
     assert models.heldout() == ["first", "second — two", "third"]
     with pytest.raises(ReplayError, match="no held-out source 'three': expected one of one, two"):
         models.heldout("three")
+
+
+def test_what_ships():
+    assert models.DEFAULT in models.names()
+    sources = models.heldout_sources()
+    assert sources.keys() == {"rust", "python", "stdlib", "postgresql", "boost"}
+    assert sum(file.stat().st_size for file in sources.values()) > 1_000_000
+    model, tokenizer = models.load(models.DEFAULT)
+    assert model.dtype == torch.bfloat16
+    assert 5e6 < sum(p.numel() for p in model.parameters()) < 6e6
+    assert tokenizer.vocab_size == model.config.vocab_size == 4096
+    text = models.heldout("python")[0][:1000]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+    bits = loss * (ids.shape[1] - 1) / len(text.encode()) / 0.6931
+    assert bits < 2.2  # from an empty past; the model card has the number over all held-out text
