@@ -15,6 +15,13 @@ from support.model import Model, conv_layout
 from support.poison import same
 
 
+@pytest.fixture(params=["", "torch"], ids=["default", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both backends of the CPU; without a C compiler they are one."""
+    monkeypatch.setenv("REPLAYSSM_CPU", request.param)
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_activations(name: str, dtype: torch.dtype) -> None:
@@ -96,6 +103,7 @@ def test_row_order_and_slot_numbers_do_not_matter(name: str) -> None:
         torch.testing.assert_close(outputs[0][tokens], want, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.usefixtures("backend")
 def test_a_read_copy_is_what_steps_read() -> None:
     """With a bfloat16 copy the outputs are those of the rounded checkpoint, the state is not."""
     layout = layout_of("gdn", torch.float32, precision=Precision(read_copy="bf16"))
@@ -111,6 +119,7 @@ def test_a_read_copy_is_what_steps_read() -> None:
     torch.testing.assert_close(cache.materialise(0, [1])[0].double(), after[-1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("buffer", ["bf16", "fp16", "fp32"])
 def test_the_dtype_of_written_values_never_reaches_the_state(buffer: str) -> None:
     """``u`` is derived: a narrow one changes outputs inside the window and no fold."""
