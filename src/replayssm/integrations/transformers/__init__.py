@@ -77,5 +77,5 @@ def _shape(mixer: nn.Module, family: type) -> object:
 
 
 def _hides_cache(module: nn.Module) -> bool:
-    """Whether assisted generation looks for this model's cache under a name that it does not have (mamba2 in 5.17)."""
+    """Whether assisted generation looks in vain for this model's cache, by another name (mamba2 before 5.24)."""
     return not {"cache", "past_key_values"} & set(inspect.signature(module.forward).parameters)

@@ -126,7 +126,12 @@ def _rebound(original: Any, family: type[Scan]) -> FunctionType:
         place = _running.place
         return call.result(_running.layer.advance(call, place.group, place.index))
 
-    namespace = {**original.__globals__, family.function: replayed}
+    return with_globals(original, **{family.function: replayed})
+
+
+def with_globals(original: Any, **functions: Any) -> FunctionType:
+    """The same code, which finds ``functions`` in place of the globals of their names."""
+    namespace = {**original.__globals__, **functions}
     rebound = FunctionType(original.__code__, namespace, original.__name__, original.__defaults__, original.__closure__)
     rebound.__kwdefaults__ = original.__kwdefaults__
     return rebound

@@ -79,7 +79,7 @@ class Pool:
         self.cache.load(index, self._slots, state)
         if self._tail:
             tail = scan.part(head, scan.count)
-            self._waiting[index] = tail.detached()
+            self._waiting[index] = tail.kept()
             out = torch.cat([out, tail.chunked(state)[0]], dim=1)
         return out
 
@@ -142,7 +142,7 @@ class Pool:
         whole = scan if not self._keep or waiting is None else scan.after(waiting)
         out = step(self.cache[index], whole.inputs(), self._stepped)
         out = out.unflatten(0, (whole.batch, whole.count))[:, self._keep :]
-        self._waiting[index] = None if self._settled else whole.detached()
+        self._waiting[index] = None if self._settled else whole.kept()
         if torch.is_grad_enabled() and any(t.requires_grad for t in scan.tokens):
             out = _NoGradient.apply(out, *scan.tokens)
         return scan.finish(out)

@@ -31,11 +31,15 @@ _OTHERS = {
 }
 
 
-def find_mixers(model: nn.Module) -> list[tuple[nn.Module, type[Scan]]]:
+def find_mixers(model: nn.Module, required: bool = True) -> list[tuple[nn.Module, type[Scan]]]:
     """The mixers that can be replayed and their families, in the model's order.
 
+    Args:
+        model: of transformers.
+        required: whether a model without recurrent layers is an error.
+
     Raises:
-        ReplayError: the model has none, or also some with another recurrence.
+        ReplayError: the model has none although they are required, or some with another recurrence.
     """
     modules = list(model.modules())
     mixers = [(m, family) for m in modules if (family := _family(type(m))) is not None]
@@ -44,7 +48,7 @@ def find_mixers(model: nn.Module) -> list[tuple[nn.Module, type[Scan]]]:
         raise ReplayError(
             f"{type(model).__name__}: cannot replay {', '.join(sorted(others))}; supported recurrences: {SUPPORTED}"
         )
-    if not mixers:
+    if required and not mixers:
         raise ReplayError(f"{type(model).__name__}: has no recurrent layers; supported recurrences: {SUPPORTED}")
     return mixers
 

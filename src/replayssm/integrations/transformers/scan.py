@@ -95,13 +95,13 @@ class Scan(ABC):
         pairs = zip(earlier.tokens, self.tokens, strict=True)
         return self._with(tuple(torch.cat(pair, dim=1) for pair in pairs))
 
-    def detached(self) -> Scan:
-        """The same call without its graph, to be kept over forwards."""
+    def kept(self) -> Scan:
+        """The same call to be kept over forwards: without its graph, and without the memory of a long prompt."""
         kept = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(kept, name, value.detach())
-        kept.tokens = tuple(t.detach() for t in self.tokens)
+        kept.tokens = tuple(t.detach().clone() for t in self.tokens)
         return kept
 
     def _with(self, tokens: tuple[Tensor, ...]) -> Scan:
