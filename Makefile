@@ -13,7 +13,7 @@ BIN := .venv/bin
 install: .venv/installed
 
 demo: install
-	$(BIN)/replayssm generate --speculate lookup:8 --max-new-tokens 200 --stats
+	$(BIN)/replayssm generate --speculate lookup:8 --max-new-tokens 200 --stats </dev/null
 
 test: lint types imports docs unit
 
