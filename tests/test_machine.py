@@ -20,8 +20,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from replayssm import ReplayCache, ReplayError, Rows
-from support.makers import CORNERS, FLAVOURS, layout_of
+from replayssm import ReplayCache, ReplayError, Rows, step
+from support.makers import CORNERS, FLAVOURS, layout_of, random_inputs
 from support.model import Model, conv_layout
 from support.poison import changed, picture, poison
 
@@ -140,8 +140,9 @@ class Verbs(RuleBasedStateMachine):
         held = [(slot, n) for slot, n in held if n and n != more]
         if held:
             rows = Rows.draft([held[0][0]], [more])
+            inputs = random_inputs(self.name, self.model.layout, more, self.model.source)
             with pytest.raises(ReplayError, match="step: row 0"):
-                self.model.cache.verbs.expect_room(0, rows.host(SLOTS, self.model.layout.max_draft), 0)
+                step(self.model.cache[0], inputs, rows)
 
     @invariant()
     def holds(self) -> None:
