@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayssm import GdnInputs, KdaInputs, LinearInputs, Mamba2Inputs
+from replayssm import GdnInputs, KdaInputs, LinearInputs, Mamba2Inputs, ReplayError
 from replayssm.inputs import l2_scale, softplus
 from replayssm.reference import gates
 from support.makers import EVERY, generator, layout_of, random_inputs
@@ -138,3 +138,21 @@ def test_gates_are_wide_and_equal_the_oracle(name: str, dtype: torch.dtype) -> N
 def test_tokens_counts_the_tokens(name: str) -> None:
     layout = layout_of(name)
     assert [random_inputs(name, layout, n, generator(0)).tokens for n in (0, 1, 7)] == [0, 1, 7]
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_unit_inputs_equal_the_family_s_own(name: str) -> None:
+    """LinearInputs(unit=True) with the family's g and β is the family."""
+    layout = layout_of(name)
+    inputs = random_inputs(name, layout, 5, generator(3))
+    own = inputs.lower(layout)
+    raw = LinearInputs(inputs.q, inputs.k, inputs.v, own.g, own.beta, unit=True)
+    for a, b in zip(raw.lower(layout), own, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_unit_needs_the_delta_rule() -> None:
+    layout = layout_of("retnet")
+    inputs = replace(random_inputs("retnet", layout, 2, generator(4)), unit=True)
+    with pytest.raises(ReplayError, match="^unit: only the delta rule"):
+        inputs.check(layout, torch.device("cpu"))

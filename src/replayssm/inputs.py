@@ -107,6 +107,10 @@ class Mamba2Inputs:
         _gates(self, layout, {"dt": dims.head})
         _parameters(self, layout, {"A": dims.head[1:], "dt_bias": dims.head[1:]}, optional=("dt_bias",))
         _devices(self, device)
+        if self.A.device.type == "cpu" and bool((self.A > 0).any()):
+            raise ReplayError(f"A: expected negative rates, −exp(A_log), got {float(self.A.max()):.4g}")
+        if self.dt_limit is not None and not (len(self.dt_limit) == 2 and 0 <= self.dt_limit[0] <= self.dt_limit[1]):
+            raise ReplayError(f"dt_limit: expected (low, high) with 0 ≤ low ≤ high, got {self.dt_limit!r}")
 
     def lower(self, layout: Layout) -> Lowered:
         """dt = softplus(dt + dt_bias); g = A·dt; β = dt."""
@@ -162,7 +166,8 @@ class GdnInputs:
         """The gates of the class docstring."""
         wide = layout.wide
         g = -self.A_log.to(wide).exp() * softplus(self.a.to(wide) + self.dt_bias.to(wide))
-        return _lower_delta(self.q, self.k, self.v, g, self.b, layout, 2.0 if self.allow_neg_eigval else 1.0)
+        beta = torch.sigmoid(self.b.to(wide)) * (2.0 if self.allow_neg_eigval else 1.0)
+        return _lower_delta(self.q, self.k, self.v, g, beta, layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +216,7 @@ class KdaInputs:
         rate = self.A_log.to(wide).exp()[:, None]
         a = self.a.to(wide) + self.dt_bias.to(wide)
         g = -rate * softplus(a) if self.lower_bound is None else self.lower_bound * torch.sigmoid(rate * a)
-        return _lower_delta(self.q, self.k, self.v, g, self.b, layout)
+        return _lower_delta(self.q, self.k, self.v, g, torch.sigmoid(self.b.to(wide)), layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +229,8 @@ class LinearInputs:
         v: [N, H, P] values.
         g: log-decay ≤ 0: [N, H] for decay "head", [N, H, K] for "channel", None for "none".
         beta: [N, H] write weight; None means 1.
+        unit: q and k are raw: they are l2-normalised here, and q is scaled by K^-½, as GDN and KDA do. For models that
+            compute g and β themselves.
     """
 
     q: Tensor
@@ -231,6 +238,7 @@ class LinearInputs:
     v: Tensor
     g: Tensor | None = None
     beta: Tensor | None = None
+    unit: bool = False
 
     @property
     def tokens(self) -> int:
@@ -251,26 +259,27 @@ class LinearInputs:
             _gates(self, layout, {"g": dims.channel if decay == "channel" else dims.head})
         if self.beta is not None:
             _gates(self, layout, {"beta": dims.head})
+        if self.unit and layout.recurrence.update != "delta":
+            raise ReplayError(f"unit: only the delta rule keeps its keys' scales, and {layout.recurrence.title} adds")
         _devices(self, device)
-        if self.g is not None and self.g.device.type == "cpu" and bool((self.g > 0).any()):
-            raise ReplayError(f"g: a log-decay must be ≤ 0, got {self.g.max().item():.4g}")
 
     def lower(self, layout: Layout) -> Lowered:
-        """Widen; nothing else."""
+        """Widen, and normalise where ``unit`` says so."""
         wide = layout.wide
         beta = self.v.new_ones(self.v.shape[:2], dtype=wide) if self.beta is None else self.beta.to(wide)
         scale = None
         if layout.recurrence.update == "delta":
             scale = self.k.new_ones(self.k.shape[:2], dtype=wide)
-        return Lowered(self.q.to(wide), self.k, self.v, None if self.g is None else self.g.to(wide), beta, scale)
+        g = None if self.g is None else self.g.to(wide)
+        if self.unit:
+            return _lower_delta(self.q, self.k, self.v, g, beta, layout)
+        return Lowered(self.q.to(wide), self.k, self.v, g, beta, scale)
 
 
-def _lower_delta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, layout: Layout, beta_scale: float = 1.0
-) -> Lowered:
+def _lower_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, layout: Layout) -> Lowered:
+    """Normalise q and k, scale q by K^-½; the key itself is kept as it came."""
     wide = layout.wide
     q_scale = l2_scale(q, wide) * layout.state_dim**-0.5
-    beta = torch.sigmoid(b.to(wide)) * beta_scale
     return Lowered(q.to(wide) * q_scale[..., None], k, v, g, beta, l2_scale(k, wide))
 
 

@@ -35,7 +35,10 @@ def gates(
         return up(inputs.C), up(inputs.B), up(inputs.x), up(inputs.A) * dt, dt
     if isinstance(inputs, LinearInputs):
         beta = torch.ones_like(up(inputs.v)[..., 0]) if inputs.beta is None else up(inputs.beta)
-        return up(inputs.q), up(inputs.k), up(inputs.v), None if inputs.g is None else up(inputs.g), beta
+        q, k = up(inputs.q), up(inputs.k)
+        if inputs.unit:
+            q, k = unit(q) * layout.state_dim**-0.5, unit(k)
+        return q, k, up(inputs.v), None if inputs.g is None else up(inputs.g), beta
     assert isinstance(inputs, GdnInputs | KdaInputs)
     q, k = unit(up(inputs.q)) * layout.state_dim**-0.5, unit(up(inputs.k))
     beta = 1 / (1 + torch.exp(-up(inputs.b)))

@@ -3,56 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from replayssm import GDN, KDA, Layout, LinearInputs, ReplayError
-from replayssm.inputs import Lowered, l2_scale
+from replayssm import GDN, KDA, LinearInputs, ReplayError
 
 from .scan import Scan, refuse_packed
-
-
-@dataclass(frozen=True, eq=False)
-class GatedInputs:
-    """``LinearInputs`` whose q and k are raw: l2-normalised here, so that the buffer holds the key without loss.
-
-    The models compute their gates themselves (some with a factor two or a bound), so g and β come ready.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-
-    @property
-    def linear(self) -> LinearInputs:
-        """The same tensors."""
-        return LinearInputs(self.q, self.k, self.v, self.g, self.beta)
-
-    @property
-    def tokens(self) -> int:
-        """N."""
-        return self.v.shape[0]
-
-    def check(self, layout: Layout, device: torch.device) -> None:
-        """Raise ``ReplayError`` unless the tensors fit the layout."""
-        self.linear.check(layout, device)
-
-    def lower(self, layout: Layout) -> Lowered:
-        """Normalise q and k, scale q by K^-½."""
-        lowered = self.linear.lower(layout)
-        scale = l2_scale(self.q, layout.wide) * layout.state_dim**-0.5
-        return lowered._replace(q=lowered.q * scale[..., None], key_scale=l2_scale(self.k, layout.wide))
-
-    def normalised(self) -> LinearInputs:
-        """For kernels, which know their families by type: q and k normalised before, and rounded to their dtype."""
-        q, k = ((x.float() * l2_scale(x, torch.float32)[..., None]) for x in (self.q, self.k))
-        q = q * self.q.shape[-1] ** -0.5
-        return replace(self.linear, q=q.to(self.q.dtype), k=k.to(self.k.dtype))
 
 
 class GdnScan(Scan):
@@ -109,10 +66,9 @@ class GdnScan(Scan):
         """[B, H, K, P] -> [B, H, P, K]."""
         return state.transpose(-1, -2)
 
-    def inputs(self) -> GatedInputs | LinearInputs:
-        """See ``Scan.inputs``."""
-        inputs = GatedInputs(*(t.flatten(0, 1) for t in self.tokens))
-        return inputs.normalised() if inputs.v.is_cuda else inputs
+    def inputs(self) -> LinearInputs:
+        """See ``Scan.inputs``. The models compute g and β themselves, some with a factor two or a bound."""
+        return LinearInputs(*(t.flatten(0, 1) for t in self.tokens), unit=True)
 
     def result(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and, in the place of the final state, nothing: the state is in the cache."""
