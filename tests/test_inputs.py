@@ -154,5 +154,5 @@ def test_unit_inputs_equal_the_family_s_own(name: str) -> None:
 def test_unit_needs_the_delta_rule() -> None:
     layout = layout_of("retnet")
     inputs = replace(random_inputs("retnet", layout, 2, generator(4)), unit=True)
-    with pytest.raises(ReplayError, match="^unit: only the delta rule"):
+    with pytest.raises(ReplayError, match=r"^unit: only the delta rule"):
         inputs.check(layout, torch.device("cpu"))
