@@ -275,5 +275,5 @@ def test_wrong_words_for_layouts_are_in_test_layout() -> None:
         Conv(0)
     with pytest.raises(ReplayError, match=r"^precision: expected a Precision, got 'fp32'$"):
         Layout(replayssm.GDN, 1, 1, 1, 1, precision="fp32")  # type: ignore[arg-type]
-    with pytest.raises(ReplayError, match=r"^checkpoint: got 'fp8', supported: torch.float32, "):
-        Precision("fp8")
+    with pytest.raises(ReplayError, match=r"^checkpoint: got 'fp9', supported: 'fp64', 'fp32', "):
+        Precision("fp9")

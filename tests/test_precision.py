@@ -140,7 +140,7 @@ def test_runs_are_reproducible_and_independent_of_slot_and_batch(dtype: torch.dt
 @pytest.mark.parametrize("copy", [None, torch.bfloat16, torch.float16])
 def test_encode_makes_the_read_copy(copy: torch.dtype | None) -> None:
     checkpoint = torch.randn(2, 3, 4, 5, generator=generator(0))
-    found = encode(checkpoint, Precision(read_copy=copy))
+    found = encode({"checkpoint": checkpoint}, Precision(read_copy=copy), 5)
     assert list(found) == ([] if copy is None else ["read_copy"])
     assert copy is None or same(found["read_copy"], checkpoint.to(copy))
 

@@ -149,12 +149,13 @@ class ReplayCache:
     def load(self, layer: int, slots: Integers, state: Tensor, phase: Integers | int | None = None) -> None:
         """Start sequences from a state, such as a prefill's. What the slots held before is gone.
 
-        A slot's buffer is emptied for every layer at once, so load all layers before the slot's next step.
+        A slot's buffer is emptied for every layer at once, so load all layers before the slot's next step. The
+        convolution's tail is not part of ``state``: ``load_conv`` sets it.
 
         Args:
             layer: index.
             slots: [R], −1 is skipped.
-            state: [R, H, P, K] in float32, the activation dtype or the checkpoint's.
+            state: [R, H, P, K] in float32, the activation dtype or the checkpoint's (where that is a dtype).
             phase: moves the first fold, so that rows which start together do not fold together: a number that
                 belongs to the request, such as its prompt length; one for all or [R]. None: no shift.
 
@@ -163,11 +164,10 @@ class ReplayCache:
         """
         layer = self._layer(layer)
         rows = self._slots("slots", slots)
-        layout, dims = self.layout, self.layout.tensors["checkpoint"].shape
-        labels = zip(("heads", "head_dim", "state_dim"), dims, strict=True)
+        layout, kept = self.layout, self.layout.precision.checkpoint
+        labels = zip(("heads", "head_dim", "state_dim"), layout.state_shape, strict=True)
         checks.shape("state", state, [("R", len(rows)), *labels], layout)
-        stored = layout.tensors["checkpoint"].dtype
-        checks.dtype("state", state, (layout.wide, layout.dtype, stored))
+        checks.dtype("state", state, (layout.wide, layout.dtype, *([kept] if isinstance(kept, torch.dtype) else [])))
         checks.device("state", state, self.device)
         shift = self._phase(phase, len(rows))
         keep, index = self._live(rows)
@@ -175,7 +175,7 @@ class ReplayCache:
         self._store(layer, index, state[keep].to(layout.wide), counter)
         self.length[index] = 0
         self.folds[index] = 0
-        self._limit[index] = layout.room - shift[keep] % (layout.room + 1)
+        self._limit[index] = layout.room - shift[keep]
         self._drafts[:, :, index] = 0
 
     @torch.no_grad()
@@ -268,8 +268,8 @@ class ReplayCache:
         self._limit[index] = self.layout.room
         self._drafts[:, :, index] = 0
         for tensors in self._tensors:
-            for name in ("checkpoint", "read_copy", "conv"):
-                if name in tensors:
+            for name, spec in self.layout.tensors.items():
+                if not spec.entries:  # zero bytes are the zero state in every format
                     tensors[name][index] = 0
 
     @torch.no_grad()
@@ -278,9 +278,7 @@ class ReplayCache:
         layer = self._layer(layer)
         given = self._slots("slots", slots)
         keep, index = self._live(given)
-        out = torch.zeros(
-            (len(given), *self.layout.tensors["checkpoint"].shape), dtype=self.layout.wide, device=self.device
-        )
+        out = torch.zeros((len(given), *self.layout.state_shape), dtype=self.layout.wide, device=self.device)
         out[keep] = self.verbs.materialise(layer, index)
         return out
 
@@ -323,11 +321,8 @@ class ReplayCache:
 
     def _store(self, layer: int, index: Tensor, state: Tensor, counter: Tensor) -> None:
         """Write checkpoints and their read copies."""
-        tensors, policy = self._tensors[layer], self.layout.precision
-        checkpoint = precision.store(state, policy, self.seed, layer, counter)
-        tensors["checkpoint"][index] = checkpoint
-        for name, encoded in precision.encode(checkpoint, policy).items():
-            tensors[name][index] = encoded
+        for name, part in precision.write(state, self.layout.precision, self.seed, layer, counter).items():
+            self._tensors[layer][name][index] = part
 
     def _layer(self, layer: int) -> int:
         return checks.integer("layer", layer, 0, self.layers - 1)
@@ -354,12 +349,16 @@ class ReplayCache:
             phase = 0
         if isinstance(phase, int):
             phase = [phase] * rows
-        shift = checks.int_vector("phase", phase, self.device)
-        if len(shift) != rows:
-            raise ReplayError(f"phase: expected one number or one a row ({rows}), got {len(shift)}")
-        if len(shift) and int(shift.min()) < 0:
-            raise ReplayError(f"phase: expected at least 0, got {int(shift.min())}")
-        return shift
+        if isinstance(phase, Tensor) and phase.ndim == 1 and not phase.is_floating_point():
+            phase = phase.tolist()
+        if not isinstance(phase, Sequence) or len(phase) != rows:
+            got = len(phase) if isinstance(phase, Sequence) else phase
+            raise ReplayError(f"phase: expected one number or one a row ({rows}), got {got}")
+        for number in phase:
+            checks.integer("phase", number, 0)
+        return torch.tensor(
+            [number % (self.layout.room + 1) for number in phase], dtype=torch.int32, device=self.device
+        )
 
 
 def _expect_layout(layout: Layout) -> None:

@@ -15,7 +15,7 @@ from replayssm import checks
 from replayssm.backends.convolution import convolve
 from replayssm.backends.torch import Batch
 from replayssm.checks import ReplayError
-from replayssm.inputs import Inputs
+from replayssm.inputs import Inputs, LinearInputs
 from replayssm.rows import HostRows, Rows
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class Host:
             raise ReplayError(f"inputs: rows own {host.offsets[-1]} tokens, got N={inputs.tokens}")
         self.expect_room(layer, host, RECURRENCE)
         batch = self._batch(host)
+        if batch is not None and isinstance(inputs, LinearInputs) and inputs.g is not None:
+            most = float(inputs.g[batch.tokens].max())
+            if most > 0:
+                raise ReplayError(f"g: a log-decay must be ≤ 0, got {most:.4g}")
         if batch is None:
             shape = (inputs.tokens, layout.heads, layout.head_dim)
             out = torch.zeros(shape, dtype=layout.dtype, device=cache.device)
@@ -104,11 +108,12 @@ class Host:
 
     def expect_room(self, layer: int, host: HostRows, kind: int) -> None:
         """Raise if a step with these rows would overwrite drafts of another step that nobody committed."""
+        verb = "step" if kind == RECURRENCE else "conv_step"
         pending = self.cache._drafts[kind, layer].tolist()
         for row, (slot, count) in enumerate(zip(host.slots, host.counts, strict=True)):
             if slot >= 0 and pending[slot] not in (0, count):
                 raise ReplayError(
-                    f"step: row {row} (slot {slot}) brings {count} tokens to layer {layer}, which holds "
+                    f"{verb}: row {row} (slot {slot}) brings {count} tokens to layer {layer}, which holds "
                     f"{pending[slot]} uncommitted ones of an earlier step; commit them first (accepted=0 drops them)"
                 )
 
@@ -153,10 +158,9 @@ class Host:
             return
         cache = self.cache
         length, counter = cache.length[index].long(), cache.folds[index] + 1
-        policy = cache.layout.precision
-        plain = policy.checkpoint == cache.layout.wide and policy.read_copy is None
+        in_place = cache.backend.folds_in_place(cache.layout)
         for layer, tensors in enumerate(cache._tensors):
-            if plain:
+            if in_place:
                 cache.backend.fold_in_place(tensors, cache.layout, index, length)
                 continue
             for start in range(0, len(index), _FOLD_ROWS):

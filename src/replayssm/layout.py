@@ -11,16 +11,26 @@ import torch
 
 from replayssm import checks
 from replayssm.checks import ReplayError
+from replayssm.formats import BUFFERS, FORMATS, Format
 
 Decay = Literal["head", "channel", "none"]
 Update = Literal["add", "delta"]
 Rounding = Literal["nearest", "stochastic"]
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_NAMED = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CHECKPOINTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_READ_COPIES = (None, torch.bfloat16, torch.float16)
-_BUFFERS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int8: "int8",
+}
+# Every way to write a format's name: its own, and those of torch ("float32").
+_NAMES = {**{name: name for name in (*FORMATS, *BUFFERS)}, **{checks.dtype_name(d): n for d, n in _DTYPES.items()}}
+_PLAIN = {name: dtype for dtype, name in _DTYPES.items() if name in ("fp64", "fp32", "bf16", "fp16")}
+_COPIES = {name: one for name, one in FORMATS.items() if name not in ("fp64", "fp32")}
 
 
 @dataclass(frozen=True)
@@ -54,14 +64,17 @@ KDA = Recurrence("kda", "channel", "delta")
 
 @dataclass(frozen=True)
 class Precision:
-    """How the state is stored.
+    """How the state is stored (docs: precision).
+
+    A format is given by name or torch dtype; the attributes hold the dtype of formats that are one ("fp32" becomes
+    ``torch.float32``) and the name of formats with scales ("fp8", "fp8_e5m2", "int8", "int4", "nvfp4").
 
     Attributes:
-        checkpoint: dtype of the checkpoint: float32, bfloat16, float16 (or "fp32", "bf16", "fp16"); float64 with a
-            float64 layout.
-        read_copy: a low-precision copy that steps read instead of the checkpoint: bfloat16, float16 or None. It never
-            feeds the recurrence.
-        buffer: dtype of the written values ``u`` that the delta rule keeps inside a window; None: float32.
+        checkpoint: "fp32", "bf16", "fp16", or a format with scales; "fp64" with a float64 layout.
+        read_copy: a low-precision copy that steps read instead of the checkpoint: "bf16", "fp16", a format with scales,
+            or None. It never feeds the recurrence.
+        buffer: format of the written values ``u`` that the delta rule keeps inside a window: "fp32", "bf16", "fp16",
+            "bf16x2" (the sum of two), "fp16_scaled" (a power of two per entry); None: float32.
         rounding: of a checkpoint narrower than float32. "stochastic" is reproducible from the cache's seed.
     """
 
@@ -71,14 +84,68 @@ class Precision:
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("checkpoint", _CHECKPOINTS), ("read_copy", _READ_COPIES), ("buffer", _BUFFERS)):
-            value = getattr(self, name)
-            value = _NAMED.get(value, value) if isinstance(value, str) else value
-            checks.one_of(name, value, allowed)
-            object.__setattr__(self, name, value)
+        if self.read_copy is not None:
+            object.__setattr__(self, "read_copy", _format("read_copy", self.read_copy, _COPIES, optional=True))
+        if self.buffer is not None:
+            object.__setattr__(self, "buffer", _format("buffer", self.buffer, BUFFERS, optional=True))
+        object.__setattr__(self, "checkpoint", _format("checkpoint", self.checkpoint, FORMATS))
         checks.one_of("rounding", self.rounding, get_args(Rounding))
-        if self.rounding == "stochastic" and self.checkpoint not in (torch.bfloat16, torch.float16):
-            raise ReplayError(f"rounding: 'stochastic' needs a bfloat16 or float16 checkpoint, got {self.checkpoint}")
+        if self.rounding == "stochastic" and self.checkpoint in (torch.float32, torch.float64):
+            raise ReplayError(
+                f"rounding: 'stochastic' needs a checkpoint narrower than float32, got {_name(self.checkpoint)}"
+            )
+
+    @classmethod
+    def preset(cls, name: str) -> Precision:
+        """The policy of a name: ``CHECKPOINT[sr][+READ_COPY]``, as ``float32``, ``float32+nvfp4``, ``fp16sr+fp8``.
+
+        "sr" is stochastic rounding. Formats are those of the attributes; "float32" may be written for "fp32".
+
+        Raises:
+            ReplayError: no such format, with the list of them.
+        """
+        checkpoint, plus, copy = name.partition("+")
+        stochastic = checkpoint.removesuffix("sr") if checkpoint.endswith("sr") else None
+        kept, read = _NAMES.get(stochastic or checkpoint), _NAMES.get(copy)
+        if kept not in FORMATS or (plus and read not in _COPIES):
+            raise ReplayError(
+                f"precision: got {name!r}, expected a checkpoint ({', '.join(FORMATS)}; with sr for stochastic "
+                f"rounding) and, if steps read a copy, + its format ({', '.join(_COPIES)}); such as float32+fp8"
+            )
+        return cls(kept, read if plus else None, rounding="nearest" if stochastic is None else "stochastic")
+
+    @property
+    def name(self) -> str:
+        """The policy as ``preset`` reads it (it does not say the buffer's format)."""
+        rounding = "sr" if self.rounding == "stochastic" else ""
+        return _name(self.checkpoint) + rounding + (f"+{_name(self.read_copy)}" if self.read_copy else "")
+
+    @property
+    def checkpoint_format(self) -> Format:
+        """How the checkpoint is stored."""
+        return FORMATS[_name(self.checkpoint)]
+
+    @property
+    def read_format(self) -> Format | None:
+        """How the read copy is stored; None without one."""
+        return None if self.read_copy is None else FORMATS[_name(self.read_copy)]
+
+
+def _name(value: torch.dtype | str) -> str:
+    return value if isinstance(value, str) else _DTYPES[value]
+
+
+def _format(argument: str, value: object, formats: dict[str, Format], optional: bool = False) -> torch.dtype | str:
+    """What a policy keeps of a format that the caller named: a dtype, or the name of a format with scales."""
+    found = None
+    if isinstance(value, torch.dtype):
+        found = _DTYPES.get(value)
+    elif isinstance(value, str):
+        found = _NAMES.get(value)
+    if found not in formats:
+        supported = ", ".join([*(["None"] if optional else []), *map(repr, formats)])
+        raise ReplayError(f"{argument}: got {value!r}, supported: {supported}")
+    return _PLAIN.get(found, found)
 
 
 @dataclass(frozen=True)
@@ -165,6 +232,16 @@ class Layout:
         """Most committed entries that leave room for a full draft: ``window - max_draft`` (invariant I4)."""
         return self.window - self.max_draft
 
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(H, P, K), whatever the checkpoint's format makes of it."""
+        return self.heads, self.head_dim, self.state_dim
+
+    @property
+    def written_format(self) -> Format:
+        """How the written values ``u`` are stored."""
+        return BUFFERS[_name(self.precision.buffer or self.wide)]
+
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """Name -> shape and dtype of each tensor that a slot of one layer has.
@@ -172,11 +249,10 @@ class Layout:
         Buffer tensors are head-major, ``[heads or groups, W, …]``, so that one head's entries are contiguous.
         """
         h, g, p, k, w, wide = self.heads, self.groups, self.head_dim, self.state_dim, self.window, self.wide
-        checkpoint, buffer, copy = self.precision.checkpoint, self.precision.buffer, self.precision.read_copy
-        assert isinstance(checkpoint, torch.dtype)
-        found = {"checkpoint": TensorSpec((h, p, k), checkpoint)}
-        if isinstance(copy, torch.dtype):
-            found["read_copy"] = TensorSpec((h, p, k), copy)
+        policy = self.precision
+        found = _specs("checkpoint", policy.checkpoint_format, (h, p, k))
+        if policy.read_format is not None:
+            found |= _specs("read_copy", policy.read_format, (h, p, k))
         found["key"] = TensorSpec((g, w, k), self.dtype, entries=True)
         found["value"] = TensorSpec((h, w, p), self.dtype, entries=True)
         found["weight"] = TensorSpec((h, w), wide, entries=True)
@@ -184,9 +260,8 @@ class Layout:
             channels = (k,) if self.recurrence.decay == "channel" else ()
             found["decay"] = TensorSpec((h, w, *channels), wide, entries=True)
         if self.recurrence.update == "delta":
-            assert buffer is None or isinstance(buffer, torch.dtype)
             found["key_scale"] = TensorSpec((g, w), wide, entries=True)
-            found["written"] = TensorSpec((h, w, p), buffer or wide, entries=True)
+            found |= _specs("written", self.written_format, (h, w, p), entries=True)
         if self.conv is not None:
             found["conv"] = TensorSpec((self.conv.channels, self.conv.width - 1 + self.max_draft), self.dtype)
         return found
@@ -195,3 +270,8 @@ class Layout:
     def slot_bytes(self) -> int:
         """Bytes that one slot of one layer takes: checkpoint, read copy, buffer and convolution tail."""
         return sum(spec.nbytes for spec in self.tensors.values())
+
+
+def _specs(name: str, form: Format, sizes: tuple[int, int, int], entries: bool = False) -> dict[str, TensorSpec]:
+    """The tensors of a format, by full name."""
+    return {name + suffix: TensorSpec(*spec, entries=entries) for suffix, spec in form.specs(*sizes).items()}

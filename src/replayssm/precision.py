@@ -1,72 +1,69 @@
-"""How a state is stored: conversion to the checkpoint's dtype, nearest or stochastic, and the read copy.
+"""From states to a layer's tensors and back, in the formats of a policy.
 
-Stochastic rounding draws its bits from a counter: the cache's seed, the layer, how often the slot has been rounded
-since it was loaded, and the element's place in the state. So it is reproducible, and it depends neither on the slot's
-number nor on the batch.
+A format's tensors are called "checkpoint" or "read_copy" and what ``Format.specs`` adds: ``read_copy_scale``, ….
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from replayssm.layout import Precision
+from replayssm.formats import Format
+from replayssm.layout import Layout, Precision
+from replayssm.rounding import random_bits, round_stochastic
 
-_MASK = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (two rounds of multiply and xor-shift) on int64 tensors that hold uint32 values."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK
-    x = (x ^ (x >> 15)) * 0x846CA68B & _MASK
-    return x ^ (x >> 16)
+__all__ = ["decode", "encode", "is_copy", "parts", "random_bits", "round_stochastic", "store", "write"]
 
 
-def random_bits(seed: int, layer: int, counter: Tensor, elements: int) -> Tensor:
-    """Uniform 32-bit integers [R, elements] as int64, for the roundings number ``counter`` [R] of a layer."""
-    key = _mix(torch.tensor(seed & _MASK, device=counter.device))
-    key = _mix((key + layer) & _MASK)
-    key = _mix((key + counter.long()) & _MASK)[:, None]
-    index = torch.arange(elements, device=counter.device)
-    return _mix(_mix((index + key) & _MASK) ^ key)
-
-
-def round_stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Round x (float32) to one of its two neighbours in ``dtype`` (bfloat16 or float16), in expectation x.
-
-    Values beyond the largest finite number saturate; infinities and NaN stay.
-    """
-    magnitude = x.abs()
-    nearest = magnitude.to(dtype)
-    below = nearest.view(torch.int16) - (nearest.to(x.dtype) > magnitude).to(torch.int16)
-    low = below.view(dtype).to(x.dtype)
-    high = (below + 1).view(dtype).to(x.dtype)
-    fraction = (magnitude - low) / (high - low)
-    up = (bits.to(x.dtype) / 2.0**32 < fraction).to(torch.int16)
-    rounded = (below + up).view(dtype).copysign(x.to(dtype))
-    return torch.where(torch.isfinite(x), rounded, x.to(dtype))
-
-
-def store(state: Tensor, precision: Precision, seed: int, layer: int, counter: Tensor) -> Tensor:
-    """Return ``state`` [R, H, P, K] in the checkpoint's dtype.
+def write(state: Tensor, precision: Precision, seed: int, layer: int, counter: Tensor) -> dict[str, Tensor]:
+    """Return what a layer keeps of ``state`` [R, H, P, K]: the tensors of the checkpoint and of its read copy, by name.
 
     Args:
         state: float32 (or float64).
-        precision: names dtype and rounding.
+        precision: names formats and rounding.
         seed, layer: of the cache.
         counter: [R] roundings that the slots have had since they were loaded.
     """
-    dtype = precision.checkpoint
-    assert isinstance(dtype, torch.dtype)
-    if precision.rounding == "nearest" or state.shape[0] == 0:
-        return state.to(dtype)
-    bits = random_bits(seed, layer, counter, state[0].numel()).view(state.shape)
-    return round_stochastic(state, dtype, bits)
+    bits = None
+    if precision.rounding == "stochastic" and state.shape[0]:
+        bits = random_bits(seed, layer, counter, state[0].numel()).view(state.shape)
+    kept = {"checkpoint" + suffix: part for suffix, part in precision.checkpoint_format.encode(state, bits).items()}
+    return kept | encode(kept, precision, state.shape[-1])
 
 
-def encode(checkpoint: Tensor, precision: Precision) -> dict[str, Tensor]:
-    """Return the read copy of a checkpoint, by tensor name; empty where the policy has none."""
-    if precision.read_copy is None:
+def store(state: Tensor, precision: Precision, seed: int, layer: int, counter: Tensor) -> Tensor:
+    """The checkpoint tensor alone of ``write``."""
+    return write(state, precision, seed, layer, counter)["checkpoint"]
+
+
+def encode(kept: Mapping[str, Tensor], precision: Precision, state_dim: int) -> dict[str, Tensor]:
+    """Return the read copy of a checkpoint, both by tensor name; empty where the policy has none.
+
+    A copy is made from what the checkpoint holds, not from the state that was rounded to it: copy and checkpoint agree
+    (invariant I6) wherever they come from.
+    """
+    form, source = precision.read_format, precision.checkpoint_format
+    if form is None:
         return {}
-    assert isinstance(precision.read_copy, torch.dtype)
-    return {"read_copy": checkpoint.to(precision.read_copy)}
+    wide = torch.float64 if precision.checkpoint == torch.float64 else torch.float32
+    state = source.decode(parts("checkpoint", source, kept), state_dim, wide)
+    return {"read_copy" + suffix: part for suffix, part in form.encode(state).items()}
+
+
+def decode(name: str, tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """The states [.., H, P, K] that ``tensors`` hold as "checkpoint" or "read_copy", wide."""
+    form = layout.precision.checkpoint_format if name == "checkpoint" else layout.precision.read_format
+    assert form is not None
+    return form.decode(parts(name, form, tensors), layout.state_dim, layout.wide)
+
+
+def parts(name: str, form: Format, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a format by suffix, from a mapping by full name."""
+    return {suffix: tensors[name + suffix] for suffix in form.specs(1, 1, 1)}
+
+
+def is_copy(name: str) -> bool:
+    """Whether a tensor belongs to the read copy, which follows from the checkpoint."""
+    return name.startswith("read_copy")

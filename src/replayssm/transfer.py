@@ -37,7 +37,7 @@ def pack(cache: ReplayCache, slots: Sequence[int]) -> dict[str, Tensor]:
         for name, spec in cache.layout.tensors.items():
             if name == "conv":
                 data[f"{layer}.conv"] = cache.conv_tail(layer, slots).cpu()
-            elif name != "read_copy":
+            elif not precision.is_copy(name):
                 part = tensors[name][index]
                 if spec.entries:
                     live = torch.arange(cache.layout.window, device=cache.device) < length[:, None]
@@ -77,14 +77,15 @@ def _copy(
     entries = min(source.window, cache.layout.window)
     for layer, tensors in enumerate(cache.views()):
         for name, spec in cache.layout.tensors.items():
-            if name in ("conv", "read_copy"):
+            if name == "conv" or precision.is_copy(name):
                 continue
             part = data[f"{layer}.{name}"].to(cache.device)
             if spec.entries:
                 tensors[name][index, :, :entries] = part[:, :, :entries]
             else:
                 tensors[name][index] = part
-        for name, encoded in precision.encode(tensors["checkpoint"][index], cache.layout.precision).items():
+        kept = {name: tensors[name][index] for name in tensors if name.startswith("checkpoint")}
+        for name, encoded in precision.encode(kept, cache.layout.precision, cache.layout.state_dim).items():
             tensors[name][index] = encoded
     same_window = (source.window, source.max_draft) == (cache.layout.window, cache.layout.max_draft)
     limit = header["limit"] if same_window else [cache.layout.room] * len(index)
@@ -107,13 +108,14 @@ def _replay(
 
 
 def _describe(layout: Layout) -> dict[str, Any]:
-    policy = layout.precision
-    names = ("checkpoint", "buffer")
+    formats = {name: getattr(layout.precision, name) for name in ("checkpoint", "buffer")}
     return {
         "recurrence": [layout.recurrence.name, layout.recurrence.decay, layout.recurrence.update],
         "sizes": [layout.heads, layout.groups, layout.head_dim, layout.state_dim, layout.window, layout.max_draft],
         "dtype": checks.dtype_name(layout.dtype),
-        "precision": {n: None if (d := getattr(policy, n)) is None else checks.dtype_name(d) for n in names},
+        "precision": {
+            name: checks.dtype_name(form) if isinstance(form, torch.dtype) else form for name, form in formats.items()
+        },
         "conv": None if layout.conv is None else [layout.conv.channels, layout.conv.width],
     }
 
@@ -122,12 +124,11 @@ def _layout(header: dict[str, Any]) -> Layout:
     """The layout that a header describes."""
     try:
         found = header["layout"]
-        policy: dict[str, Any] = {n: None if d is None else getattr(torch, d) for n, d in found["precision"].items()}
         layout = Layout(
             Recurrence(*found["recurrence"]),
             *found["sizes"],
             dtype=getattr(torch, found["dtype"]),
-            precision=Precision(**policy),
+            precision=Precision(**found["precision"]),
             conv=None if found["conv"] is None else Conv(*found["conv"]),
         )
         books = [header[name] for name in ("length", "folds", "limit")]
@@ -180,7 +181,7 @@ def _expect_tensors(source: Layout, header: dict[str, Any], data: Mapping[str, T
     rows = len(header["length"])
     for layer in range(header["layers"]):
         for name, spec in source.tensors.items():
-            if name == "read_copy":
+            if precision.is_copy(name):
                 continue
             label, shape = f"{layer}.{name}", (rows, *spec.shape)
             if name == "conv":
@@ -199,5 +200,8 @@ def _expect_tensors(source: Layout, header: dict[str, Any], data: Mapping[str, T
 def _same_storage(source: Layout, target: Layout) -> bool:
     """Whether checkpoints and entries have the same dtypes; window and read copy may differ."""
     other = replace(source, window=target.window, max_draft=target.max_draft, precision=source.precision)
-    kept = {name: spec for name, spec in target.tensors.items() if name not in ("conv", "read_copy")}
-    return {name: spec for name, spec in other.tensors.items() if name not in ("conv", "read_copy")} == kept
+    theirs, ours = (
+        {name: spec for name, spec in layout.tensors.items() if name != "conv" and not precision.is_copy(name)}
+        for layout in (other, target)
+    )
+    return theirs == ours

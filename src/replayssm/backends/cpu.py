@@ -107,10 +107,15 @@ def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch)
 
 def advance(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> Tensor:
     """As ``backends.torch.advance``."""
-    out = torch.empty((len(slots), *layout.tensors["checkpoint"].shape), dtype=torch.float32)
+    out = torch.empty((len(slots), *layout.state_shape), dtype=torch.float32)
     row_bytes = out[0].nbytes if len(out) else 0
     _fold_to(out, layer, layout, slots, length, torch.arange(len(slots)) * row_bytes)
     return out
+
+
+def folds_in_place(layout: Layout) -> bool:
+    """As ``backends.torch.folds_in_place``."""
+    return layout.precision.checkpoint == torch.float32 and layout.precision.read_copy is None
 
 
 def fold_in_place(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from replayssm import precision
 from replayssm.inputs import Inputs, Lowered
 from replayssm.layout import Layout
 
@@ -74,7 +75,7 @@ def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch)
     """
     lowered = inputs.lower(layout)
     out, u = _outputs(layout, layer, lowered, batch)
-    _append(layer, lowered, batch, u)
+    _append(layer, layout, lowered, batch, u)
     result = out.new_zeros((lowered.v.shape[0], layout.heads, layout.head_dim), dtype=layout.dtype)
     flat = out.transpose(1, 2).to(layout.dtype)
     if batch.valid is None:
@@ -96,14 +97,19 @@ def advance(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Ten
     Returns:
         A new tensor [R, H, P, K], wide.
     """
-    out = torch.empty((len(slots), *layout.tensors["checkpoint"].shape), dtype=layout.wide, device=slots.device)
+    out = torch.empty((len(slots), *layout.state_shape), dtype=layout.wide, device=slots.device)
     for rows, heads in _pieces(layout, len(slots)):
         out[rows, heads] = _advanced(layer, layout, slots[rows], length[rows], heads)
     return out
 
 
+def folds_in_place(layout: Layout) -> bool:
+    """Whether ``fold_in_place`` covers a layout: here, a wide checkpoint without a read copy."""
+    return layout.precision.checkpoint == layout.wide and layout.precision.read_copy is None
+
+
 def fold_in_place(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> None:
-    """Write the states after the committed entries into the checkpoints, which are wide. Arguments as ``advance``."""
+    """Write the states after the committed entries into the checkpoints. Arguments as ``advance``."""
     for rows, heads in _pieces(layout, len(slots)):
         state = _advanced(layer, layout, slots[rows], length[rows], heads)
         if len(state) == 1:  # a slice is written faster than an index
@@ -114,7 +120,9 @@ def fold_in_place(layer: dict[str, Tensor], layout: Layout, slots: Tensor, lengt
 
 def _advanced(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, heads: slice) -> Tensor:
     """``advance`` for a slice of heads, from the first of a group on to the last of one."""
-    state = _part(layer["checkpoint"], slots, heads).to(layout.wide, copy=True)
+    state = _state("checkpoint", layer, layout, slots, heads)
+    if layout.precision.checkpoint == layout.wide:
+        state = state.clone()  # maybe a view; other formats are decoded into new memory
     longest = int(length.max()) if len(length) else 0
     whole = _gather_entries(layer, layout, slots, length, longest, heads)
     for start in range(0, longest, _BLOCK):
@@ -141,6 +149,12 @@ def _part(tensor: Tensor, slots: Tensor, heads: slice) -> Tensor:
     return tensor[int(slots[0]), heads][None] if len(slots) == 1 else tensor[slots, heads]
 
 
+def _state(name: str, layer: dict[str, Tensor], layout: Layout, slots: Tensor, heads: slice) -> Tensor:
+    """The states [R, heads, P, K] that a layer holds as "checkpoint" or "read_copy", wide."""
+    found = {part: _part(t, slots, heads) for part, t in layer.items() if part.startswith(name)}
+    return precision.decode(name, found, layout)
+
+
 def _outputs(layout: Layout, layer: dict[str, Tensor], lowered: Lowered, batch: Batch) -> tuple[Tensor, Tensor]:
     """Outputs [R, H, T, P] and written values u [R, H, T, P] of the new tokens."""
     delta = layout.recurrence.update == "delta"
@@ -148,8 +162,9 @@ def _outputs(layout: Layout, layer: dict[str, Tensor], lowered: Lowered, batch: 
     past = _gather_entries(layer, layout, batch.slots, batch.length, batch.entries, slice(0, layout.heads))
     tokens = q.shape[2]
     if delta:
-        u_past = layer["written"][batch.slots, :, : batch.entries].to(layout.wide)
-        u_past = _select(u_past, batch.length, 2)
+        form = layout.written_format
+        parts = {s: layer["written" + s][batch.slots, :, : batch.entries] for s in form.specs(1, 1, 1)}
+        u_past = _select(form.decode(parts, layout.head_dim, layout.wide), batch.length, 2)
     else:
         u_past = past.beta[..., None] * past.v
     since = _sums_after(past.g)
@@ -158,8 +173,7 @@ def _outputs(layout: Layout, layer: dict[str, Tensor], lowered: Lowered, batch: 
     along_n = torch.cat([along, along], 2) if delta else along
 
     exponent = past.g.sum(2)[:, :, None] + along_n
-    state = layer.get("read_copy", layer["checkpoint"])
-    seen = _read(state, layout, batch.slots, probes, exponent)
+    seen = _read(layer, layout, batch.slots, probes, exponent)
     seen += _scores(past.k, probes, layout, since, along_n) @ u_past
 
     u = new.beta[..., None] * (new.v - seen[:, :, tokens:]) if delta else new.beta[..., None] * new.v
@@ -195,11 +209,12 @@ def _advance_block(state: Tensor, layout: Layout, block: Entries) -> None:
     state.flatten(0, 1).baddbmm_(u.transpose(-1, -2).flatten(0, 1), keys.flatten(0, 1))
 
 
-def _read(state: Tensor, layout: Layout, slots: Tensor, probes: Tensor, exponent: Tensor) -> Tensor:
+def _read(layer: dict[str, Tensor], layout: Layout, slots: Tensor, probes: Tensor, exponent: Tensor) -> Tensor:
     """S (x ⊙ e^exponent) for each probe of ``probes`` [R, G, n, K]: [R, H, n, P]. S is read by slot, in pieces."""
+    name = "read_copy" if "read_copy" in layer else "checkpoint"
     seen = exponent.new_empty((*probes.shape[:1], layout.heads, probes.shape[2], layout.head_dim))
     for rows, heads in _pieces(layout, len(slots)):
-        dense = _part(state, slots[rows], heads).to(layout.wide)
+        dense = _state(name, layer, layout, slots[rows], heads)
         seen[rows, heads] = _read_dense(dense, layout, probes[rows, _groups_of(layout, heads)], exponent[rows, heads])
     return seen
 
@@ -333,7 +348,7 @@ def _gather_tokens(lowered: Lowered, layout: Layout, batch: Batch) -> tuple[Tens
     return take(lowered.q), Entries(k, take(lowered.v), g, beta)
 
 
-def _append(layer: dict[str, Tensor], lowered: Lowered, batch: Batch, u: Tensor) -> None:
+def _append(layer: dict[str, Tensor], layout: Layout, lowered: Lowered, batch: Batch, u: Tensor) -> None:
     """Write the raw inputs of the new tokens, and u for the delta rule, at length, length + 1, …"""
     tokens = batch.tokens.shape[1]
     place = batch.length[:, None] + torch.arange(tokens, device=batch.slots.device)
@@ -342,7 +357,7 @@ def _append(layer: dict[str, Tensor], lowered: Lowered, batch: Batch, u: Tensor)
     raw["key_scale"] = lowered.key_scale
     entries = {name: x[batch.tokens] for name, x in raw.items() if x is not None and name in layer}
     if "written" in layer:
-        entries["written"] = u.transpose(1, 2).to(layer["written"].dtype)
+        entries |= {"written" + s: part for s, part in layout.written_format.encode(u.transpose(1, 2)).items()}
     for name, x in entries.items():
         if batch.valid is None:
             layer[name][slot, :, place] = x

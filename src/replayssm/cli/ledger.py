@@ -145,7 +145,8 @@ class Ledger:
         sizes: dict[str, int] = dict.fromkeys(("checkpoint", "read_copy", "buffer", "convolution", "kv"), 0)
         for track in self.tracks:
             for name, spec in track.layout.tensors.items():
-                sizes["buffer" if spec.entries else name] += spec.nbytes * track.layers
+                kind = next((kind for kind in ("checkpoint", "read_copy") if name.startswith(kind)), "buffer")
+                sizes[kind] += spec.nbytes * track.layers
         for layer in self._cache.layers if self._cache is not None else ():
             sizes["convolution"] += sum(t.nbytes for t in getattr(layer, "conv_states", {}).values() if t is not None)
             sizes["kv"] += sum(t.nbytes for name in ("keys", "values") if (t := getattr(layer, name, None)) is not None)

@@ -11,7 +11,8 @@ from replayssm.layout import Layout
 
 # A step multiplies keys with the values that were written ("delta") or with value and weight ("add"); a fold always
 # starts from the raw inputs, so that nothing computed from a read enters the recurrence.
-_STEP_READS = {"add": ("key", "value", "weight", "decay"), "delta": ("key", "key_scale", "written", "decay")}
+_PARTS = ("written_low", "written_scale")  # of formats that have them
+_STEP_READS = {"add": ("key", "value", "weight", "decay"), "delta": ("key", "key_scale", "written", *_PARTS, "decay")}
 _FOLD_READS = ("key", "key_scale", "value", "weight", "decay")
 
 
@@ -78,8 +79,8 @@ def entry_bytes(layout: Layout) -> dict[str, int]:
 
 
 def state_bytes(layout: Layout) -> int:
-    """Bytes of the checkpoint of one slot."""
-    return layout.tensors["checkpoint"].nbytes
+    """Bytes of the checkpoint of one slot, its scales included."""
+    return sum(spec.nbytes for name, spec in layout.tensors.items() if name.startswith("checkpoint"))
 
 
 def copy_bytes(layout: Layout) -> int:

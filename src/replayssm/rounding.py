@@ -1,0 +1,59 @@
+"""Stochastic rounding, from bits that a counter makes.
+
+The bits depend on the cache's seed, the layer, how often the slot has been rounded since it was loaded, and the
+element's place in the state [H, P, K]. So a run is reproducible, and depends neither on the slot's number nor on the
+batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_CODES = {1: torch.int8, 2: torch.int16}
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit integer hash (two rounds of multiply and xor-shift) on int64 tensors that hold uint32 values."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK
+    x = (x ^ (x >> 15)) * 0x846CA68B & _MASK
+    return x ^ (x >> 16)
+
+
+def random_bits(seed: int, layer: int, counter: Tensor, elements: int) -> Tensor:
+    """Uniform 32-bit integers [R, elements] as int64, for the roundings number ``counter`` [R] of a layer."""
+    key = _mix(torch.tensor(seed & _MASK, device=counter.device))
+    key = _mix((key + layer) & _MASK)
+    key = _mix((key + counter.long()) & _MASK)[:, None]
+    index = torch.arange(elements, device=counter.device)
+    return _mix(_mix((index + key) & _MASK) ^ key)
+
+
+def below(bits: Tensor, fraction: Tensor) -> Tensor:
+    """Whether to round up: True with probability ``fraction``."""
+    return bits.to(fraction.dtype) / 2.0**32 < fraction
+
+
+def round_stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Round x (float32) to one of its two neighbours in ``dtype`` (16 or 8 bits), in expectation x.
+
+    Values beyond the largest finite number saturate; infinities and NaN stay.
+    """
+    code = _CODES[dtype.itemsize]
+    magnitude = x.abs().clamp(max=torch.finfo(dtype).max)  # a conversion to 8 bits may saturate or give NaN
+    nearest = magnitude.to(dtype)
+    under = nearest.view(code) - (nearest.to(x.dtype) > magnitude).to(code)
+    low = under.view(dtype).to(x.dtype)
+    high = (under + 1).view(dtype).to(x.dtype)
+    up = below(bits, (magnitude - low) / (high - low)).to(code)
+    rounded = (under + up).view(dtype).to(x.dtype).copysign(x)
+    return torch.where(torch.isfinite(x), rounded, x).to(dtype)
+
+
+def round_integer(x: Tensor, bits: Tensor | None) -> Tensor:
+    """Round to a whole number: to the nearest, ties to even, or with ``bits`` to one of the two around |x|."""
+    if bits is None:
+        return x.round()
+    low = x.abs().floor()
+    return (low + below(bits, x.abs() - low)).copysign(x)
