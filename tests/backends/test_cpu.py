@@ -16,6 +16,12 @@ from replayssm.backends import torch as plain
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C compiler on this machine")
 
+
+@pytest.fixture(autouse=True)
+def _nobody_chose_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REPLAYSSM_CPU", raising=False)
+
+
 CORNERS = {
     "mamba2": MAMBA2,
     "gdn": GDN,
