@@ -1,0 +1,44 @@
+"""Error over long sequences: the replay step and the conventional float32 step against the float64 recurrence."""
+
+from __future__ import annotations
+
+import torch
+
+from conventional import conventional_step
+from kernel import DEVICE, graph, random_inputs
+from replayssm import Layout, Precision, Recurrence, ReplayCache, Rows, step
+from replayssm.backends.triton.launch import Tile
+
+
+def drift(recurrence: Recurrence, tokens: int, window: int = 32, policy: Precision | None = None) -> dict[str, float]:
+    """Teacher-forced decode of two rows; relative output errors (root mean square over all tokens), float32 outputs.
+
+    Inputs repeat every 64 windows. The oracle is the conventional kernel with a float64 state and float64 arithmetic.
+    """
+    layout = Layout(recurrence, 4, 4, 64, 128, window=window, dtype=torch.float32, precision=policy or Precision())
+    cache = ReplayCache.allocate(layout, 1, 2, DEVICE)
+    slots = torch.arange(2, dtype=torch.int32, device=DEVICE)
+    rows, ones = Rows.decode(slots), torch.ones_like(slots)
+    truth = torch.zeros((2, *layout.tensors["checkpoint"].shape), dtype=torch.float64, device=DEVICE)
+    single = truth.float()
+    tile = Tile(16, 128, 2)
+    sums = torch.zeros(3, dtype=torch.float64, device=DEVICE)
+    outs = [torch.empty((2, 4, 64), dtype=d, device=DEVICE) for d in (torch.float64, torch.float32)]
+    inputs = [random_inputs(layout, 2, n) for n in range(64)]
+
+    def block() -> None:
+        for part in inputs:
+            got = step(cache[0], part, rows)
+            cache.commit(rows, ones)
+            want = conventional_step(truth, slots, part, layout, outs[0], tile, torch.float64)
+            usual = conventional_step(single, slots, part, layout, outs[1], tile)
+            parts = (got.double() - want, usual.double() - want, want)
+            sums.add_(torch.stack([(part**2).sum() for part in parts]))
+
+    captured = graph(block, warm=1)
+    sums.zero_()
+    for _ in range(tokens // len(inputs)):
+        captured.replay()
+    cache.check()
+    error, usual, scale = sums.tolist()
+    return {"tokens": tokens, "error": (error / scale) ** 0.5, "error_conventional": (usual / scale) ** 0.5}

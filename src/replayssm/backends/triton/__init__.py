@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA devices. In reading order: tile, gates, quant, step, fold, commit, conv, launch."""

@@ -1,0 +1,164 @@
+"""The fold: checkpoints advanced by their buffer entries, for all layers' rows of a work list in one launch.
+
+Everything is recomputed from the raw inputs and the checkpoint, a block of entries at a time with the state in
+registers, so the window may have any size. ``materialise`` is the same kernel with another destination.
+"""
+
+# The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from replayssm.backends.triton.gates import load_or
+from replayssm.backends.triton.quant import stored
+from replayssm.backends.triton.tile import between, product, solve
+
+
+@triton.jit
+def tensor_of(table, layer, column: tl.constexpr, slot, DTYPE: tl.constexpr, TYPES: tl.constexpr):
+    """Pointer to a slot of a layer's tensor.
+
+    The table int64 [layers, 10, 2] holds address and bytes between slots of: checkpoint, key, value, weight, decay,
+    channels (a decay per channel), key_scale, written, the fold's target, its read copy.
+    """
+    entry = table + (layer * 10 + column) * 2
+    address = tl.load(entry) + tl.load(entry + 1) * slot
+    ALIGN: tl.constexpr = TYPES.align
+    return tl.multiple_of(tl.multiple_of(address, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
+
+
+@triton.jit
+def scores_by_channel(past, key, first, last, columns, S: tl.constexpr):
+    """Σ_c k_i[c] k_j[c] exp(g_{j+1}[c] + … + g_i[c]) for the entries j < i of a block: [BE, BE].
+
+    Row after row, with the earlier keys decayed step by step: BE · K exponentials instead of BE² · K.
+    """
+    wide = columns < S.K
+    rank = tl.arange(0, S.BE)
+    BE: tl.constexpr = S.BE
+    decayed = tl.full([S.BE, S.BK], 0.0, tl.float32)
+    by_column = tl.full([S.BE, S.BE], 0.0, tl.float32)
+    for i in range(BE):
+        there = wide & (first + i < last)
+        g = tl.load(past + (first + i) * S.K + columns, mask=there, other=0.0)
+        k = tl.load(key + (first + i) * S.K + columns, mask=there, other=0.0).to(tl.float32)
+        decayed *= tl.exp(g)[None, :]
+        scores = tl.sum(decayed * k[None, :], 1)
+        by_column = tl.where((rank == i)[None, :], scores[:, None], by_column)
+        decayed = tl.where((rank == i)[:, None], k[None, :], decayed)
+    return tl.trans(by_column)
+
+
+@triton.jit
+def block_by_channel(past, key, k, first, last, columns, S: tl.constexpr):
+    """Keys of a block as probes of the state before it, decayed to its end, scores among them, and the total decay."""
+    if past is None:
+        return k, k, product(k, tl.trans(k), S), 0.0
+    else:
+        e = first + tl.arange(0, S.BE)
+        wide = (columns < S.K)[None, :]
+        at = e[:, None] * S.K + columns[None, :]
+        g = tl.load(past + at, mask=(e < last)[:, None] & wide, other=0.0)
+        later = tl.load(past + S.K + at, mask=(e + 1 < last)[:, None] & wide, other=0.0)
+        wide_k = k.to(tl.float32)
+        scores = scores_by_channel(past, key, first, last, columns, S)
+        after = tl.exp(tl.cumsum(later, 0, reverse=True))
+        return wide_k * tl.exp(tl.cumsum(g, 0)), wide_k * after, scores, tl.sum(g, 0)[None, :]
+
+
+@triton.jit
+def updated(v, beta, seen, among, S: tl.constexpr):
+    """The values u [BE, BP] that a block of entries writes; ``seen`` and ``among`` as in the step."""
+    if S.update == "delta":
+        BE: tl.constexpr = S.BE
+        return solve(beta[:, None] * among, beta[:, None] * (v - seen), BE, S)
+    else:
+        return beta[:, None] * v
+
+
+@triton.jit
+def advance(s, key, value, weight, decay, channels, key_scale, first, length, p, columns, S: tl.constexpr):
+    """Advance a state s [BP, BK] by the entries first … min(first + BE, length) − 1."""
+    e = first + tl.arange(0, S.BE)
+    last = tl.minimum(first + S.BE, length)
+    live = e < last
+    wide = (columns < S.K)[None, :]
+    k = tl.load(key + e[:, None] * S.K + columns[None, :], mask=live[:, None] & wide, other=0.0)
+    v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
+    beta = tl.load(weight + e, mask=live, other=0.0)
+    scale = load_or(key_scale, e, live, 1.0)
+    g = load_or(decay, e, live, 0.0)
+    later = load_or(decay, e + 1, e + 1 < last, 0.0)
+    i = tl.arange(0, S.BE)
+    line = i[None, :] <= i[:, None]
+    probe, after, scores, total = block_by_channel(channels, key, k, first, last, columns, S)
+    seen = product(probe, tl.trans(s), S) * (tl.exp(tl.cumsum(g, 0)) * scale)[:, None]
+    among = scores * tl.exp(between(g, line, i >= 0, S)) * scale[:, None] * scale[None, :]
+    among = tl.where(i[None, :] < i[:, None], among, 0.0)
+    u = updated(v.to(tl.float32), beta, seen, among, S)
+    u *= (tl.exp(tl.cumsum(later, 0, reverse=True)) * scale)[:, None]
+    return s * tl.exp(total + tl.sum(g, 0)) + product(tl.trans(u), after, S)
+
+
+@triton.jit
+def fold_kernel(
+    table,
+    work,
+    amount,
+    copies,
+    layers,
+    seed,
+    S: tl.constexpr,
+    TYPES: tl.constexpr,
+):
+    """A fixed number of programs share ``amount[0]`` rows × layers × heads × tiles.
+
+    ``work`` int32 [4, copies]: slot, entries, slot of the target, number of the rounding.
+    """
+    tiles: tl.constexpr = (S.P + S.BP - 1) // S.BP
+    each = layers * S.H * tiles
+    for item in range(tl.program_id(0), tl.load(amount) * each, tl.num_programs(0)):
+        row = item // each
+        layer = (item // (S.H * tiles)) % layers
+        head = (item // tiles) % S.H
+        group = head // (S.H // S.G)
+        slot = tl.load(work + row).to(tl.int64)
+        length = tl.load(work + copies + row)
+        target = tl.load(work + 2 * copies + row).to(tl.int64)
+        counter = tl.load(work + 3 * copies + row)
+        p = (item % tiles) * S.BP + tl.arange(0, S.BP)
+        columns = tl.arange(0, S.BK)
+        STATE: tl.constexpr = TYPES.state
+        TARGET: tl.constexpr = TYPES.target
+        COPY: tl.constexpr = TYPES.copy
+        ACT: tl.constexpr = TYPES.act
+        state = tensor_of(table, layer, 0, slot, STATE, TYPES)
+        index = (head * S.P + p)[:, None] * S.K + columns[None, :]
+        inside = (p < S.P)[:, None] & (columns < S.K)[None, :]
+        s = tl.load(state + index, mask=inside, other=0.0).to(tl.float32)
+        key = tensor_of(table, layer, 1, slot, ACT, TYPES) + group * S.W * S.K
+        value = tensor_of(table, layer, 2, slot, ACT, TYPES) + head * S.W * S.P
+        weight = tensor_of(table, layer, 3, slot, tl.float32, TYPES) + head * S.W
+        if TYPES.decay:
+            decay = tensor_of(table, layer, 4, slot, tl.float32, TYPES) + head * S.W
+        else:
+            decay = None
+        if TYPES.channels:
+            channels = tensor_of(table, layer, 5, slot, tl.float32, TYPES) + head * S.W * S.K
+        else:
+            channels = None
+        if TYPES.key_scale:
+            key_scale = tensor_of(table, layer, 6, slot, tl.float32, TYPES) + group * S.W
+        else:
+            key_scale = None
+        for first in range(0, length, S.BE):
+            s = advance(s, key, value, weight, decay, channels, key_scale, first, length, p, columns, S)
+        new = stored(s, seed, layer, counter, index, TARGET, TYPES)
+        tl.store(tensor_of(table, layer, 8, target, TARGET, TYPES) + index, new, mask=inside)
+        if COPY is not None:
+            copy = tensor_of(table, layer, 9, target, COPY, TYPES)
+            tl.store(copy + index, new.to(COPY), mask=inside)

@@ -1,0 +1,572 @@
+"""The Triton backend of a cache on a CUDA device: what the verbs launch. Nothing here waits for the device.
+
+Checks of what the host can see (shapes, dtypes, devices) raise at once. Values that live on the device are checked by
+the kernels: the offending row writes nothing, and ``check`` raises at the next host read.
+"""
+
+# Parameters that a kernel calls constexpr take plain numbers.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm import checks
+from replayssm.backends.triton.args import Batch, Books, Layer, Shape, Tokens, Types
+from replayssm.backends.triton.commit import NOBODY, commit_kernel, compact_kernel
+from replayssm.backends.triton.conv import compact_conv_kernel, conv_kernel
+from replayssm.backends.triton.decode import decode_kernel
+from replayssm.backends.triton.fold import fold_kernel
+from replayssm.backends.triton.step import step_kernel
+from replayssm.checks import ReplayError
+from replayssm.inputs import GdnInputs, Inputs, KdaInputs, LinearInputs, Mamba2Inputs
+from replayssm.layout import Layout
+from replayssm.rows import Rows
+
+MAX_DRAFT, MAX_WINDOW = 16, 128
+ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+INFINITY = float("inf")
+# Columns of the address table, in the order that ``fold.tensor_of`` documents; the last two are the fold's targets.
+COLUMNS = ("checkpoint", "key", "value", "weight", "decay", "channels", "key_scale", "written", "target", "copy")
+# What went wrong with a row, by the code that a kernel reports.
+FAULTS = {
+    1: "slots: row {row} has slot {value}, which is not in the cache",
+    2: "offsets: row {row} starts before 0, ends before it starts, or ends after the inputs",
+    3: "rows: row {row} brings {value} tokens, more than the layout's max_draft",
+    4: "step: row {row} brings {value} tokens to a layer that holds uncommitted ones of an earlier step; commit them "
+    "first (accepted=0 drops them)",
+    5: "step: row {row} has no room for {value} tokens in its window",
+    6: "parents: row {row} has a token whose parent is neither -1 nor an earlier token of its row",
+    7: "accepted: row {row} accepts fewer than 0 or more tokens than it drafted",
+    8: "slots: the slot of row {row} comes twice in the batch",
+    9: "path: that of row {row} is no line of its drafts from the root, each the child of the one before (a tree row "
+    "that accepts several tokens needs path=)",
+    10: "commit: row {row} accepts tokens, but some layer was not stepped with these rows",
+}
+
+
+class Cache(Protocol):
+    """What a cache shows to its backend."""
+
+    layout: Layout
+    layers: int
+    slots: int
+    seed: int
+    device: torch.device
+    length: Tensor
+    folds: Tensor
+    _limit: Tensor
+    _position: Tensor
+    _drafts: Tensor
+    _tensors: list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch knobs of one kernel.
+
+    Attributes:
+        p, k: rows and columns of a tile of the state.
+        warps: a program.
+        programs: a multiprocessor: the size of the fold's fixed grid, and the least that a step's work is cut into.
+        registers: most registers a thread; 0: the compiler's choice.
+        stages: tiles of the state that a step has on their way at once.
+    """
+
+    p: int
+    k: int
+    warps: int
+    programs: int = 16
+    registers: int = 0
+    stages: int = 2
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a launch takes beside the kernel's own arguments."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, **limit}
+
+
+def tile_key(kernel: str, layout: Layout) -> str:
+    """The name of a tile in a table: what a kernel's speed depends on."""
+    r, width = layout.recurrence, layout.precision.checkpoint
+    kind = "decode" if layout.max_draft == 1 else "verify"
+    size = f"{layout.head_dim}x{layout.state_dim}"
+    assert isinstance(width, torch.dtype)
+    return f"{kernel}/{kind}/{r.decay}/{r.update}/{size}/{checks.dtype_name(width)}"
+
+
+@functools.cache
+def tile_table(device: str) -> dict[str, list[int]]:
+    """The measured tiles of a GPU (its name, lower case with underscores), or nothing."""
+    path = Path(__file__).parent / "tiles" / (device.lower().replace(" ", "_") + ".json")
+    return json.loads(path.read_text())["tiles"] if path.exists() else {}
+
+
+def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
+    """The measured tile of this GPU and layout, else a heuristic.
+
+    Heuristic: 16 KiB of float32 state a program, in tiles of 32 columns for decode (one reduction at the end) and of
+    all columns for products; four warps. head_dim is cut into a power of two that divides it where that is 16 or more.
+    """
+    found = (
+        tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout)) if device.type == "cuda" else None
+    )
+    if found:
+        return Tile(*found)
+    columns = max(16, triton.next_power_of_2(layout.state_dim))
+    rows = max(16, min(64, triton.next_power_of_2(layout.head_dim), 4096 // min(columns, 4096)))
+    while rows > 16 and layout.head_dim % rows:
+        rows //= 2
+    if kernel == "fold" or layout.max_draft > 1:
+        return Tile(rows, columns, 4)
+    return Tile(rows, min(columns, 32), 4)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Inputs as the kernels take them: tensors with one stride between tokens, and the words of their gate."""
+
+    tensors: Tokens
+    gate: str
+    unit: bool = False
+    low: float = 0.0
+    high: float = 1.0
+
+
+def raw_inputs(inputs: Inputs, layout: Layout) -> Raw:
+    """Name a family's tensors by their part in the recurrence."""
+    if isinstance(inputs, Mamba2Inputs):
+        low, high = inputs.dt_limit or (0.0, INFINITY)
+        tensors = Tokens(inputs.C, inputs.B, inputs.x, inputs.dt, None, None, inputs.A, inputs.dt_bias)
+        return Raw(tensors, "mamba2", low=low, high=high)
+    if isinstance(inputs, GdnInputs):
+        i = inputs
+        tensors = Tokens(i.q, i.k, i.v, i.a, None, i.b, i.A_log, i.dt_bias)
+        return Raw(tensors, "softplus", True, high=2.0 if i.allow_neg_eigval else 1.0)
+    if isinstance(inputs, KdaInputs):
+        i = inputs
+        tensors = Tokens(i.q, i.k, i.v, None, i.a, i.b, i.A_log, i.dt_bias)
+        if i.lower_bound is None:
+            return Raw(tensors, "softplus", True)
+        return Raw(tensors, "bounded", True, low=float(i.lower_bound))
+    if isinstance(inputs, LinearInputs):
+        i = inputs
+        channel = layout.recurrence.decay == "channel"
+        a, channels = (None, i.g) if channel else (i.g, None)
+        return Raw(Tokens(i.q, i.k, i.v, a, channels, i.beta, None, None), "linear", i.unit)
+    raise ReplayError(
+        f"inputs: the Triton backend takes Mamba2Inputs, GdnInputs, KdaInputs and LinearInputs, got "
+        f"{type(inputs).__name__}; lower it to LinearInputs"
+    )
+
+
+def inner_contiguous(tensor: Tensor | None) -> Tensor | None:
+    """The tensor itself if only its first dimension has a free stride (a view of a packed projection), else a copy."""
+    if tensor is None or tensor.ndim < 2:
+        return tensor if tensor is None else tensor.contiguous()
+    expected = 1
+    for size, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
+        if size != 1 and stride != expected:
+            return tensor.contiguous()
+        expected *= size
+    return tensor
+
+
+class Kernels:
+    """The verbs of one cache on the device."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        layout = cache.layout
+        _expect_supported(layout, cache.device)
+        self.device = cache.device
+        self.error = torch.zeros(3, dtype=torch.int32, device=cache.device)
+        owner = torch.full_like(cache.length, NOBODY.value)
+        self.books = Books(cache.length, cache.folds, cache._limit, cache._position, cache._drafts, owner, self.error)
+        self._layers = [_layer_args(tensors, layout, index) for index, tensors in enumerate(cache._tensors)]
+        self._addresses = torch.tensor([_address_line(tensors, layout) for tensors in cache._tensors])
+        self.table = self._addresses.to(cache.device)
+        self._types = _types(layout, self._addresses)
+        if layout.conv is not None:
+            rings = [[t["conv"].data_ptr(), t["conv"].stride(0) * t["conv"].itemsize] for t in cache._tensors]
+            self._rings = torch.tensor(rings).to(cache.device)
+        self.tiles: dict[str, Tile] = {}
+
+    # The verbs ------------------------------------------------------------------------------------------------------
+
+    def step(self, layer: int, inputs: Inputs, rows: Rows) -> Tensor:
+        """See ``replayssm.step``; shapes, dtypes and devices of the inputs are checked already."""
+        cache, layout = self.cache, self.cache.layout
+        rows = self.on_device(rows)
+        raw = raw_inputs(inputs, layout)
+        tensors = Tokens(*(inner_contiguous(t) for t in raw.tensors))
+        assert isinstance(tensors.v, Tensor)
+        out = torch.empty((inputs.tokens, layout.heads, layout.head_dim), dtype=layout.dtype, device=self.device)
+        amount = len(rows.slots)
+        if amount == 0:
+            return out.zero_()
+        tile = self.tile("step")
+        shape = self._shape(tile, raw.gate, raw.unit, rows.parents is not None)
+        batch = Batch(rows.slots, rows.offsets, rows.parents, cache.length, cache._drafts[0, layer], self.error)
+        pointers, strides = self._layers[layer]
+        arguments = (
+            pointers,
+            strides,
+            tensors,
+            Tokens(*(0 if t is None else t.stride(0) for t in tensors)),
+            batch,
+            out,
+            amount,
+            inputs.tokens,
+            _bound(rows, inputs.tokens),
+            cache.slots,
+            raw.low,
+            raw.high,
+        )
+        tiles = layout.heads * triton.cdiv(layout.head_dim, tile.p)
+        most = tiles // layout.heads * shape.share
+        each = chunk(most, amount * tiles, _processors(self.device) * tile.programs)
+        grid = (amount * layout.heads // shape.share * triton.cdiv(most, each),)
+        kernel = decode_kernel if layout.max_draft == 1 else step_kernel
+        kernel[grid](*arguments, each, S=shape, **tile.options)
+        return out
+
+    def conv_step(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, activation: str | None
+    ) -> Tensor:
+        """See ``replayssm.conv_step``; shapes, dtypes and devices are checked already."""
+        cache, layout = self.cache, self.cache.layout
+        conv = layout.conv
+        assert conv is not None
+        rows = self.on_device(rows)
+        line, taps = inner_contiguous(x), weight.contiguous()
+        assert line is not None
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        amount = len(rows.slots)
+        if amount == 0:
+            return out.zero_()
+        ring = cache._tensors[layer]["conv"]
+        block = min(256, triton.next_power_of_2(conv.channels))
+        batch = Batch(rows.slots, rows.offsets, rows.parents, cache.length, cache._drafts[1, layer], self.error)
+        conv_kernel[(amount * triton.cdiv(conv.channels, block),)](
+            ring,
+            ring.stride(0),
+            line,
+            line.stride(0),
+            taps,
+            None if bias is None else bias.contiguous(),
+            batch,
+            cache._position,
+            out,
+            amount,
+            x.shape[0],
+            _bound(rows, x.shape[0]),
+            cache.slots,
+            C=conv.channels,
+            WIDTH=conv.width,
+            W=layout.window,
+            T=layout.max_draft,
+            SILU=activation == "silu",
+            BC=block,
+            num_warps=4,
+        )
+        return out
+
+    def commit(
+        self, rows: Rows, accepted: Tensor | Sequence[int], path: Tensor | Sequence[Sequence[int]] | None
+    ) -> None:
+        """See ``ReplayCache.commit``: bookkeeping, a tree's compaction, and the fold of full rows in every layer."""
+        rows = self.on_device(rows)
+        taken = checks.int_vector("accepted", accepted, self.device)
+        amount = len(rows.slots)
+        if len(taken) != amount:
+            raise ReplayError(f"accepted: expected one entry a row ({amount}), got {len(taken)}")
+        line = self._path(path, amount)
+        self._advance(rows, taken, line)
+
+    def fold(self, slots: Tensor | Sequence[int]) -> None:
+        """See ``ReplayCache.fold``."""
+        vector = checks.int_vector("slots", slots, self.device)
+        self._advance(Rows(vector, torch.zeros(1, dtype=torch.int32, device=self.device)), None, None)
+
+    def materialise(self, layer: int, slots: Tensor) -> Tensor:
+        """States after the committed tokens: [R, H, P, K] float32 for slots [R] int64 that are in the cache."""
+        layout = self.cache.layout
+        out = torch.empty((len(slots), *layout.tensors["checkpoint"].shape), dtype=torch.float32, device=self.device)
+        if not len(slots):
+            return out
+        table = self._addresses[layer : layer + 1].clone()
+        table[0, COLUMNS.index("target")] = torch.tensor([out.data_ptr(), out.stride(0) * out.itemsize])
+        index = slots.to(torch.int32)
+        number = torch.arange(len(slots), dtype=torch.int32, device=self.device)
+        work = torch.stack([index, self.cache.length[slots], number, torch.zeros_like(index)])
+        amount = torch.full((1,), len(slots), dtype=torch.int32, device=self.device)
+        types = _retarget(self._types)
+        self._launch_fold(table.to(self.device), work, amount, len(slots), 1, types)
+        return out
+
+    def check(self) -> None:
+        """Raise for the first fault that a kernel reported since the last check. Waits for the device."""
+        code, row, value = self.error.tolist()
+        if code:
+            self.error.zero_()
+            raise ReplayError(FAULTS[code].format(row=row, value=value) + " (checked on the device; it wrote nothing)")
+
+    # Internal -------------------------------------------------------------------------------------------------------
+
+    def tile(self, kernel: str) -> Tile:
+        """The knobs of a kernel; ``tiles`` overrides the table (for tuning)."""
+        if kernel not in self.tiles:
+            self.tiles[kernel] = choose_tile(kernel, self.cache.layout, self.device)
+        return self.tiles[kernel]
+
+    def on_device(self, rows: Rows) -> Rows:
+        """Rows on the cache's device. Rows made on the host are checked there and copied once."""
+        if not isinstance(rows, Rows):
+            raise ReplayError(f"rows: expected Rows, got {type(rows).__name__}")
+        if len(rows.offsets) != len(rows.slots) + 1:
+            raise ReplayError(f"offsets: expected rows + 1 = {len(rows.slots) + 1} entries, got {len(rows.offsets)}")
+        if rows.slots.device == self.device:
+            return rows
+        moved = getattr(rows, "_moved", None)
+        if moved is None or moved.slots.device != self.device:
+            rows.host(self.cache.slots, self.cache.layout.max_draft)
+            parents = None if rows.parents is None else rows.parents.to(self.device)
+            moved = Rows(rows.slots.to(self.device), rows.offsets.to(self.device), parents)
+            object.__setattr__(rows, "_moved", moved)
+        return moved
+
+    def _advance(self, rows: Rows, taken: Tensor | None, path: Tensor | None) -> None:
+        cache, layout = self.cache, self.cache.layout
+        amount = len(rows.slots)
+        if amount == 0:
+            return
+        work = torch.empty((4, amount), dtype=torch.int32, device=self.device)
+        moves = torch.empty((3, amount), dtype=torch.int32, device=self.device)
+        folding = torch.empty(1, dtype=torch.int32, device=self.device)
+        lines = cache.layers * (1 if layout.conv is None else 2)
+        width = triton.next_power_of_2(lines)
+        block = min(triton.next_power_of_2(amount), max(1, 8192 // width), 1024)
+        path_width = 0 if path is None else path.shape[1]
+        commit_kernel[(1,)](
+            Batch(rows.slots, rows.offsets, rows.parents, None, None, None),
+            self.books,
+            taken,
+            path,
+            path_width,
+            work,
+            moves,
+            folding,
+            amount,
+            cache.slots,
+            _bound(rows, 2**31 - 1),
+            BOOKS=lines,
+            RING=0 if layout.conv is None else layout.tensors["conv"].shape[1],
+            T=layout.max_draft,
+            ROOM=layout.room,
+            BR=block,
+            BL=width,
+            num_warps=4 if block * width <= 1024 else 8,
+        )
+        if path is not None:
+            self._compact(rows, path, moves)
+        self._launch_fold(self.table, work, folding, amount, cache.layers, self._types)
+
+    def _launch_fold(self, table: Tensor, work: Tensor, amount: Tensor, copies: int, layers: int, types: Types) -> None:
+        layout, tile = self.cache.layout, self.tile("fold")
+        shape = replace(self._shape(tile), BE=16)
+        pieces = copies * layers * layout.heads * triton.cdiv(layout.head_dim, tile.p)
+        grid = (min(pieces, _processors(self.device) * tile.programs),)
+        fold_kernel[grid](
+            table,
+            work,
+            amount,
+            copies,
+            layers,
+            self.cache.seed & 0xFFFFFFFF,
+            S=shape,
+            TYPES=types,
+            **tile.options,
+        )
+
+    def _compact(self, rows: Rows, path: Tensor, moves: Tensor) -> None:
+        cache, layout = self.cache, self.cache.layout
+        amount = len(rows.slots)
+        shape = self._shape(self.tile("fold"))
+        compact_kernel[(amount * cache.layers * layout.heads,)](
+            self.table,
+            rows.slots,
+            path,
+            path.shape[1],
+            moves,
+            amount,
+            cache.layers,
+            S=shape,
+            TYPES=self._types,
+            BT=triton.next_power_of_2(layout.max_draft),
+            BP=triton.next_power_of_2(layout.head_dim),
+            BK=triton.next_power_of_2(layout.state_dim),
+        )
+        if layout.conv is not None:
+            block = min(256, triton.next_power_of_2(layout.conv.channels))
+            compact_conv_kernel[(amount * cache.layers * triton.cdiv(layout.conv.channels, block),)](
+                self._rings,
+                rows.slots,
+                path,
+                path.shape[1],
+                moves,
+                amount,
+                cache.layers,
+                C=layout.conv.channels,
+                RING=layout.tensors["conv"].shape[1],
+                BT=triton.next_power_of_2(layout.max_draft),
+                BC=block,
+                DTYPE=ELEMENT[layout.dtype],
+            )
+
+    def _path(self, path: Tensor | Sequence[Sequence[int]] | None, amount: int) -> Tensor | None:
+        if path is None:
+            return None
+        if not isinstance(path, Tensor):
+            lines = [list(line) for line in path]
+            width = max((len(line) for line in lines), default=0)
+            path = torch.tensor([line + [-1] * (width - len(line)) for line in lines], dtype=torch.int32)
+        if path.ndim != 2 or path.dtype not in (torch.int32, torch.int64):
+            raise ReplayError(f"path: expected integers [R, T], got {checks.dtype_name(path.dtype)} {list(path.shape)}")
+        if len(path) != amount:
+            raise ReplayError(f"path: expected one line a row ({amount}), got {len(path)}")
+        return path.to(device=self.device, dtype=torch.int32).contiguous()
+
+    def _shape(self, tile: Tile, gate: str = "linear", unit: bool = False, tree: bool = False) -> Shape:
+        layout = self.cache.layout
+        block = 1 if layout.max_draft == 1 else max(8, triton.next_power_of_2(layout.max_draft))
+        return make_shape(layout, tile, gate, unit, tree, tokens=block)
+
+
+def _bound(rows: Rows, tokens: int) -> int:
+    """Tokens that have what they need: a tree's parents may be fewer than the inputs, whose end is padding."""
+    return tokens if rows.parents is None else min(tokens, len(rows.parents))
+
+
+def chunk(most: int, tiles: int, programs: int) -> int:
+    """Tiles that one program of a step takes: at most ``most``, a power of two, and so that there are ``programs``."""
+    each = 1
+    while each * 2 <= most and tiles // (each * 2) >= programs:
+        each *= 2
+    return each
+
+
+def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, tokens: int) -> Shape:
+    """The compile-time record of a launch. BE: the whole window for the step, blocks of 16 for the fold."""
+    return Shape(
+        layout.heads,
+        layout.groups,
+        layout.head_dim,
+        layout.state_dim,
+        layout.window,
+        layout.max_draft,
+        BT=tokens,
+        BE=max(16, triton.next_power_of_2(layout.window)),
+        BP=tile.p,
+        BK=tile.k,
+        C=triton.next_power_of_2(triton.cdiv(layout.state_dim, tile.k)),
+        share=1 if layout.recurrence.decay == "channel" else layout.heads // layout.groups,
+        stages=tile.stages,
+        update=layout.recurrence.update,
+        gate=gate,
+        unit=unit,
+        tree=tree and layout.max_draft > 1,
+        dot="interpret" if triton.knobs.runtime.interpret else "bf16",
+    )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _expect_supported(layout: Layout, device: torch.device) -> None:
+    wanted: list[tuple[str, Any, Callable[[Any], bool], str]] = [
+        ("max_draft", layout.max_draft, lambda n: n <= MAX_DRAFT, f"1…{MAX_DRAFT}"),
+        ("window", layout.window, lambda n: n <= MAX_WINDOW, f"1…{MAX_WINDOW}"),
+        ("state_dim", layout.state_dim, lambda n: n <= 256, "1…256"),
+        ("dtype", layout.dtype, lambda t: t in ELEMENT, "float32, bfloat16, float16"),
+    ]
+    for name, value, fits, supported in wanted:
+        if not fits(value):
+            raise ReplayError(f"{name}: got {value}, the kernels for {device} support {supported}")
+
+
+def _layer_args(tensors: dict[str, Tensor], layout: Layout, index: int) -> tuple[Layer, Layer]:
+    """Pointers and slot strides of a layer as the step takes them."""
+    for name, tensor in tensors.items():
+        if not tensor[0].is_contiguous():
+            raise ReplayError(
+                f"views[{index}][{name!r}]: each slot must be contiguous on {tensor.device}, got strides "
+                f"{tensor.stride()}"
+            )
+    found = {name: t for name, t in tensors.items() if name not in ("checkpoint", "read_copy", "decay", "conv")}
+    found["state"] = tensors.get("read_copy", tensors["checkpoint"])
+    decay = tensors.get("decay")
+    found["channels" if layout.recurrence.decay == "channel" else "decay"] = decay  # type: ignore[assignment]
+    pointers = Layer(*(found.get(name) for name in Layer._fields))
+    return pointers, Layer(*(0 if t is None else t.stride(0) for t in pointers))
+
+
+def _address_line(tensors: dict[str, Tensor], layout: Layout) -> list[list[int]]:
+    """Address and bytes between slots of a layer's tensors, by column."""
+    named: dict[str, Tensor | None] = dict(tensors)
+    decay = named.pop("decay", None)
+    named["channels" if layout.recurrence.decay == "channel" else "decay"] = decay
+    named["target"], named["copy"] = tensors["checkpoint"], tensors.get("read_copy")
+    line = []
+    for name in COLUMNS:
+        tensor = named.get(name)
+        line.append([0, 0] if tensor is None else [tensor.data_ptr(), tensor.stride(0) * tensor.itemsize])
+    return line
+
+
+def _types(layout: Layout, addresses: Tensor) -> Types:
+    specs, policy = layout.tensors, layout.precision
+    align = 16
+    while align > 1 and bool((addresses % align != 0).any()):
+        align //= 2
+    decay = layout.recurrence.decay
+    return Types(
+        act=ELEMENT[layout.dtype],
+        state=ELEMENT[specs["checkpoint"].dtype],
+        target=ELEMENT[specs["checkpoint"].dtype],
+        copy=ELEMENT[specs["read_copy"].dtype] if "read_copy" in specs else None,
+        written=ELEMENT[specs["written"].dtype] if "written" in specs else None,
+        decay=decay == "head",
+        channels=decay == "channel",
+        key_scale="key_scale" in specs,
+        stochastic=policy.rounding == "stochastic",
+        align=align,
+    )
+
+
+def _retarget(types: Types) -> Types:
+    """The types of ``materialise``: float32 out, nothing beside it."""
+    return Types(
+        types.act,
+        types.state,
+        tl.float32,
+        None,
+        types.written,
+        types.decay,
+        types.channels,
+        types.key_scale,
+        align=types.align,
+    )

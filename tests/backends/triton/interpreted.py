@@ -1,0 +1,103 @@
+"""The kernels through Triton's interpreter, on the CPU: every mask, against the float64 oracle, with NaN poison.
+
+Run by ``test_interpreter`` in a process of its own, because the interpreter is chosen when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+
+from replayssm import Precision, ReplayCache, ReplayError, Rows, precision, step
+from support.makers import generator, layout_of, random_inputs, random_state
+from support.model import Model, conv_layout
+
+# Loop bounds that are tensors need this with numpy 2.4 and later, which does not turn [n] into n.
+_patch = interpreter._patch_lang_tensor
+
+
+def _patched(tensor: object, scope: object) -> None:
+    _patch(tensor, scope)
+    tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
+
+
+interpreter._patch_lang_tensor = _patched
+SMALL = {"heads": 2, "groups": 1, "head_dim": 16, "state_dim": 16}
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "gla", "deltanet", "linear", "kda-bounded", "gdn-negative"])
+def test_decode(name: str) -> None:
+    model = Model(name, layout_of(name, torch.float32, **{**SMALL, "window": 3, "max_draft": 1}), 1, 3)
+    model.load([0, 1, 2], phase=[0, 1, 0])
+    for number in range(4):
+        model.step([2, -1, 0], [1, 1, 1])
+        if number == 1:
+            model.again()
+        model.commit([1, 0, 1])
+    model.cache.check()
+    model.check()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "gla"])
+def test_verify_chains_and_trees_with_a_convolution(name: str) -> None:
+    layout = conv_layout(layout_of(name, torch.float32, **{**SMALL, "window": 6, "max_draft": 4}))
+    model = Model(name, layout, 1, 3)
+    model.load([0, 1, 2])
+    model.step([2, -1, 0], [4, 1, 2])
+    model.commit([3, 0, 2])
+    model.step([2, -1, 0], [4, 1, 4], parents=[-1, 0, 0, 2, -1, -1, 0, -1, 1])
+    model.commit([2, 0, 3], ends=[2, -1, 3])
+    model.check()
+    model.step([1, 0, 2], [0, 1, 3])
+    model.fold([2])
+    model.cache.check()
+    model.check()
+
+
+def test_odd_sizes() -> None:
+    """Neither head_dim, state_dim nor window is a power of two; two tiles a head."""
+    layout = layout_of("gdn", torch.float32, heads=2, groups=2, head_dim=20, state_dim=24, window=5, max_draft=1)
+    model = Model("gdn", layout, 1, 2)
+    model.load([0, 1])
+    for _ in range(6):
+        model.step([1, 0], [1, 1])
+        model.commit([1, 1])
+    model.check()
+
+
+def test_stochastic_rounding_takes_the_bits_of_the_counter() -> None:
+    policy = Precision(checkpoint=torch.float16, rounding="stochastic")
+    layout = layout_of("gdn", torch.float32, **{**SMALL, "window": 4, "max_draft": 1, "precision": policy})
+    cache = ReplayCache.allocate(layout, 1, 2, seed=5)
+    source = generator(1)
+    cache.load(0, [0, 1], random_state(layout, 2, source))
+    step(cache[0], random_inputs("gdn", layout, 2, source), Rows.decode([1, 0]))
+    cache.commit(Rows.decode([1, 0]), [1, 1])
+    wanted = cache.materialise(0, [0, 1])
+    cache.fold([0, 1])
+    counter = torch.ones(2, dtype=torch.int32)
+    rounded = precision.store(wanted, policy, 5, 0, counter)
+    assert torch.equal(cache.views()[0]["checkpoint"], rounded)
+
+
+@pytest.mark.parametrize(
+    ("slots", "counts", "taken", "message"),
+    [
+        ((0, 9, 1), (1, 1, 1), (1, 1, 1), "slot 9"),
+        ((0, 1, 0), (1, 1, 1), (1, 1, 1), "comes twice"),
+        ((0, 2, 1), (1, 1, 1), (1, 2, 1), "accepts fewer than 0 or more"),
+    ],
+)
+def test_a_wrong_row_writes_nothing(
+    slots: tuple[int, ...], counts: tuple[int, ...], taken: tuple[int, ...], message: str
+) -> None:
+    layout = layout_of("linear", torch.float32, **{**SMALL, "window": 4, "max_draft": 1})
+    cache = ReplayCache.allocate(layout, 1, 3)
+    rows = Rows.draft(slots, counts)
+    step(cache[0], random_inputs("linear", layout, 3, generator(2)), rows)
+    cache.commit(rows, list(taken))
+    with pytest.raises(ReplayError, match=message):
+        cache.check()
+    cache.check()
+    assert cache.length.tolist() == [1, 1, 0]
