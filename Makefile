@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint types imports docs unit clean
+.PHONY: install demo test lint types imports docs unit oldest clean
 
 # Everything is installed with pinned versions: the same tree gives the same environment.
 .venv/installed: pyproject.toml constraints.txt
@@ -15,7 +15,7 @@ install: .venv/installed
 demo: install
 	$(BIN)/replayssm generate --speculate lookup:8 --max-new-tokens 200 --stats </dev/null
 
-test: lint types imports docs unit
+test: lint types imports docs unit oldest
 
 lint: install
 	$(BIN)/ruff check .
@@ -32,6 +32,15 @@ docs: install
 
 unit: install
 	$(BIN)/pytest -n 2
+
+# The oldest transformers that is supported, beside the pinned one.
+OLDEST := 5.17.0
+
+.venv/transformers-$(OLDEST): .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ transformers==$(OLDEST)
+
+oldest: .venv/transformers-$(OLDEST)
+	PYTHONPATH=$< $(BIN)/pytest -n 2 tests/integrations tests/models
 
 clean:
 	rm -rf .venv site build .pytest_cache .ruff_cache .hypothesis
