@@ -37,7 +37,8 @@ unit: install
 OLDEST := 5.17.0
 
 .venv/transformers-$(OLDEST): .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ transformers==$(OLDEST)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+		transformers==$(OLDEST) huggingface_hub==1.31.0 httpx==0.28.1 httpcore==1.0.9 h11==0.16.0
 
 oldest: .venv/transformers-$(OLDEST)
 	PYTHONPATH=$< $(BIN)/pytest -n 2 tests/integrations tests/models
