@@ -315,24 +315,25 @@ def default_cases() -> list[Case]:
 def decode_tiles(layout: Layout) -> Iterator[Tile]:
     """Tiles of the step that are worth measuring."""
     columns = triton.next_power_of_2(layout.state_dim)
-    if layout.max_draft == 1:
-        found = [Tile(64, 32, 4, 16, registers, stages) for registers in (0, 168, 128) for stages in (2, 3)]
-        found += [Tile(64, 32, 4, 64, 128, 2), Tile(128, 32, 8, 16, 128, 2), Tile(32, 32, 2, 16, 168, 3)]
-        found += [Tile(32, 32, 4, 16, 128, 2), Tile(64, 32, 4, 16, 128, 1)]
-    else:
-        found = [Tile(64, columns, 4, 16, registers, stages) for registers in (0, 168) for stages in (2, 3)]
-        found += [Tile(128, columns, 8, 16, 128, 2), Tile(32, columns, 4, 16, 128, 2), Tile(32, columns, 2, 16, 0, 2)]
+    if layout.max_draft > 1:
+        for p, warps, registers in ((64, 4, 0), (64, 8, 0), (32, 4, 168)):
+            yield Tile(p, columns, warps, 16, registers, 1)
+        return
+    found = [Tile(64, 32, 4, programs, registers) for programs, registers in ((16, 0), (16, 168), (16, 128), (64, 128))]
+    found += [Tile(64, 32, 4, 16, 168, 3), Tile(32, 32, 2, 16, 128)]
+    if layout.head_dim % 64:
+        found = [Tile(16, 32, 1, 16), Tile(16, 64, 2, 16), Tile(32, 32, 2, 16, 128)]
     for tile in found:
-        if tile.p <= max(64, layout.head_dim):
-            yield replace(tile, k=min(tile.k, columns))
+        yield replace(tile, k=min(tile.k, columns))
 
 
 def fold_tiles(layout: Layout) -> Iterator[Tile]:
     """Tiles of the fold that are worth measuring."""
     columns = triton.next_power_of_2(layout.state_dim)
-    for p, warps, programs in ((64, 4, 2), (64, 8, 1), (32, 4, 3), (128, 8, 1)):
-        if p <= max(64, layout.head_dim) and layout.max_draft == 1:
-            yield Tile(p, columns, warps, programs)
+    if layout.max_draft == 1:
+        yield Tile(64 if layout.head_dim % 64 == 0 else 16, columns, 4, 2)
+        yield Tile(32, columns, 4, 4, 128)
+        yield Tile(32, columns, 4, 3, 168)
 
 
 def _compile(job: tuple[Case, dict[str, Tile], int]) -> str:
@@ -392,7 +393,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="")
     parser.add_argument("--case", nargs="*", default=None, help="parts of a case's name")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", nargs="*", default=[], help="shapes whose tiles are swept first")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after so many")
     args = parser.parse_args()
@@ -403,9 +404,9 @@ def main() -> None:
         with args.out.open("a") as file:
             file.write(json.dumps({**row, **where}) + "\n")
 
-    chosen = [case for case in default_cases() if not args.case or any(part in case.name for part in args.case)]
+    chosen = [case for part in args.case or [""] for case in default_cases() if part in case.name]
     if args.sweep:
-        firsts = {(case.shape, case.draft): case for case in reversed(chosen)}
+        firsts = {(case.shape, case.draft): case for case in reversed(chosen) if case.shape in args.sweep}
         precompile(list(firsts.values()))
         print(f"compiled in {time.time() - started:.0f} s", flush=True)
     if args.compile_only:
@@ -415,6 +416,7 @@ def main() -> None:
     print(ceiling, flush=True)
     conventional: dict[tuple[str, int], dict[str, Any]] = {}
     best: dict[tuple[str, int], dict[str, Tile]] = {}
+    accurate: dict[tuple[str, int, str], dict[str, float]] = {}
     for case in chosen:
         if time.time() - started > args.seconds:
             print("out of time at", case.name)
@@ -424,10 +426,12 @@ def main() -> None:
             if key not in conventional:
                 conventional[key] = measure_conventional(case)
             kind = (case.shape, case.draft)
-            if args.sweep and kind not in best:
-                best[kind] = sweep(case, write)
+            if case.shape in args.sweep and kind not in best:
+                best[kind] = {**best.get((case.shape, 1), {}), **sweep(case, write)}
             tiles = best.get(kind, {})
-            row = {**measure_replay(case, tiles), **conventional[key], **accuracy(case)}
+            errors = accurate.setdefault((case.shape, case.draft, case.checkpoint), {}) or accuracy(case)
+            accurate[case.shape, case.draft, case.checkpoint] = errors
+            row = {**measure_replay(case, tiles), **conventional[key], **errors}
             row["ratio"] = row["ms_conventional"] / row["ms"]
             write({**asdict(case), **row, "tiles": {n: list(asdict(t).values()) for n, t in tiles.items()}})
             print(

@@ -21,6 +21,7 @@ class Shape:
         C: tiles of BK columns, a power of two: decode takes all columns at once.
         share: heads with one key and one decay of it: H/G, or 1 where the decay is per channel. Decode takes their
             keys' scores once.
+        lanes: ``share`` rounded up to a power of two.
         stages: tiles of the state on their way at once, in decode.
         update: "add" or "delta".
         gate: "mamba2", "softplus" (GDN, KDA), "bounded" (KDA with a lower bound) or "linear" (already lowered).
@@ -41,6 +42,7 @@ class Shape:
     BK: int
     C: int
     share: int
+    lanes: int
     stages: int
     update: str
     gate: str = "linear"

@@ -74,7 +74,7 @@ def load_rows(batch, accepted, row, rows, slots, tokens, T: tl.constexpr):
         return slot, start, count, taken, tl.where(outside, BAD_SLOT, code)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["path_width", "rows", "slots", "tokens"])
 def commit_kernel(
     batch,
     books,

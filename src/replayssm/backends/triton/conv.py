@@ -13,7 +13,7 @@ from replayssm.backends.triton.gates import load_or
 from replayssm.backends.triton.step import BAD_SLOT, admit, report
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "bound", "slots"])
 def conv_kernel(
     ring,
     ring_stride,

@@ -52,6 +52,22 @@ def channel_decay(
 
 
 @triton.jit
+def read_entries(values, weights_q, weights_k, e, old, p, inside, S: tl.constexpr):
+    """Σ_j weight_j u_j over the entries, for both weights [BE]: [BP] each.
+
+    The orientation of the tile decides how many lanes a sum crosses; which is best depends on the width of u.
+    """
+    if values.dtype.element_ty.primitive_bitwidth == 16:
+        mask = old[:, None] & inside[None, :]
+        u = tl.load(values + e[:, None] * S.P + p[None, :], mask=mask, other=0.0).to(tl.float32)
+        return tl.sum(weights_q[:, None] * u, 0), tl.sum(weights_k[:, None] * u, 0)
+    else:
+        mask = old[None, :] & inside[:, None]
+        u = tl.load(values + e[None, :] * S.P + p[:, None], mask=mask, other=0.0)
+        return tl.sum(weights_q[None, :] * u, 1), tl.sum(weights_k[None, :] * u, 1)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "bound", "slots", "each"])
 def decode_kernel(
     layer,
     strides,
@@ -131,6 +147,11 @@ def decode_kernel(
     if key_scale is not None:
         tl.store(key_scale + length, k_scale, mask=first_of_group)
 
+    # The gates of all the set's heads at once: in the loop they would be waited for.
+    heads = shared + tl.arange(0, S.lanes)
+    gates_g, gates_beta = head_gates(
+        inputs, token_strides, token, live & (heads < shared + S.share), heads, low, high, S
+    )
     for item in tl.range(chunk * each, tl.minimum(chunk * each + each, S.share * tiles), num_stages=S.stages):
         head = shared + item // tiles
         tile = item % tiles
@@ -144,22 +165,19 @@ def decode_kernel(
         decay = None if layer.decay is None else layer.decay + where * strides.decay + entries
         written = None if layer.written is None else layer.written + where * strides.written + entries * S.P
         v = tl.load(inputs.v + token * token_strides.v + head * S.P + p, mask=inside & live, other=0.0)
-        g, beta = head_gates(inputs, token_strides, token, live, head, low, high, S)
+        g = tl.sum(tl.where(heads == head, gates_g, 0.0), 0)
+        beta = tl.sum(tl.where(heads == head, gates_beta, 0.0), 0)
         since, total = decay_of_entries(decay, e, known)
         reach = tl.where(old, tl.exp(since + g), 0.0)
-        at_u = e[None, :] * S.P + p[:, None]
         if written is None:
             reach *= tl.load(weight + e, mask=old, other=0.0)
-            old_u = tl.load(value + at_u, mask=old[None, :] & inside[:, None], other=0.0)
+            past_q, past_k = read_entries(value, score_q * reach, score_k * reach, e, old, p, inside, S)
         else:
-            old_u = tl.load(written + at_u, mask=old[None, :] & inside[:, None], other=0.0)
+            past_q, past_k = read_entries(written, score_q * reach, score_k * reach, e, old, p, inside, S)
         sums_q, sums_k = tl.full([S.BP, S.BK], 0.0, tl.float32), tl.full([S.BP, S.BK], 0.0, tl.float32)
         for part in tl.static_range(C):
             sums_q += states[part].to(tl.float32) * probes_q[part]
             sums_k += states[part].to(tl.float32) * probes_k[part]
-        u_wide = old_u.to(tl.float32)
-        past_q = tl.sum((score_q * reach)[None, :] * u_wide, 1)
-        past_k = tl.sum((score_k * reach)[None, :] * u_wide, 1)
         far = tl.exp(total + g)
         seen_q = (tl.sum(sums_q, 1) * far + past_q) * q_scale
         seen_k = (tl.sum(sums_k, 1) * far + past_k) * k_scale

@@ -104,7 +104,7 @@ def advance(s, key, value, weight, decay, channels, key_scale, first, length, p,
     return s * tl.exp(total + tl.sum(g, 0)) + product(tl.trans(u), after, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["copies", "layers", "seed"])
 def fold_kernel(
     table,
     work,
@@ -155,7 +155,7 @@ def fold_kernel(
             key_scale = tensor_of(table, layer, 6, slot, tl.float32, TYPES) + group * S.W
         else:
             key_scale = None
-        for first in range(0, length, S.BE):
+        for first in tl.range(0, length, S.BE, num_stages=S.stages):
             s = advance(s, key, value, weight, decay, channels, key_scale, first, length, p, columns, S)
         new = stored(s, seed, layer, counter, index, TARGET, TYPES)
         tl.store(tensor_of(table, layer, 8, target, TARGET, TYPES) + index, new, mask=inside)

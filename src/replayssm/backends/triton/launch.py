@@ -116,21 +116,23 @@ def tile_table(device: str) -> dict[str, list[int]]:
 def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     """The measured tile of this GPU and layout, else a heuristic.
 
-    Heuristic: 16 KiB of float32 state a program, in tiles of 32 columns for decode (one reduction at the end) and of
-    all columns for products; four warps. head_dim is cut into a power of two that divides it where that is 16 or more.
+    Heuristic: 32 KiB of float32 state a tile, cut so that its rows divide head_dim where that leaves 16 or more. Decode
+    takes columns in parts of 32 (one reduction at the end), a warp for 16 rows, and at most 128 registers a thread so
+    that four programs fit a multiprocessor; products take all columns and four warps.
     """
-    found = (
-        tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout)) if device.type == "cuda" else None
-    )
-    if found:
-        return Tile(*found)
+    if device.type == "cuda":
+        found = tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout))
+        if found:
+            return Tile(*found)
     columns = max(16, triton.next_power_of_2(layout.state_dim))
-    rows = max(16, min(64, triton.next_power_of_2(layout.head_dim), 4096 // min(columns, 4096)))
+    rows = max(16, min(64, triton.next_power_of_2(layout.head_dim), 8192 // columns))
     while rows > 16 and layout.head_dim % rows:
         rows //= 2
-    if kernel == "fold" or layout.max_draft > 1:
-        return Tile(rows, columns, 4)
-    return Tile(rows, min(columns, 32), 4)
+    if kernel == "fold":
+        return Tile(rows, columns, 4, programs=2)
+    if layout.max_draft > 1:
+        return Tile(rows, columns, 4, stages=1)
+    return Tile(rows, min(columns, 32), max(1, rows // 16), registers=128)
 
 
 @dataclass(frozen=True)
@@ -469,6 +471,7 @@ def chunk(most: int, tiles: int, programs: int) -> int:
 
 def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, tokens: int) -> Shape:
     """The compile-time record of a launch. BE: the whole window for the step, blocks of 16 for the fold."""
+    share = 1 if layout.recurrence.decay == "channel" else layout.heads // layout.groups
     return Shape(
         layout.heads,
         layout.groups,
@@ -481,7 +484,8 @@ def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, to
         BP=tile.p,
         BK=tile.k,
         C=triton.next_power_of_2(triton.cdiv(layout.state_dim, tile.k)),
-        share=1 if layout.recurrence.decay == "channel" else layout.heads // layout.groups,
+        share=share,
+        lanes=triton.next_power_of_2(share),
         stages=tile.stages,
         update=layout.recurrence.update,
         gate=gate,

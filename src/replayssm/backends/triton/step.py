@@ -158,7 +158,7 @@ def write(v, beta, seen, among, N: tl.constexpr, S: tl.constexpr):
         return beta[:, None] * v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "bound", "slots", "each"])
 def step_kernel(
     layer,
     strides,
@@ -232,6 +232,10 @@ def step_kernel(
     if key_scale is not None:
         tl.store(key_scale + place, k_scale, mask=first_of_group)
 
+    # The gates of all the set's heads at once: in the loop they would be waited for.
+    heads = shared + tl.arange(0, S.lanes)[None, :]
+    there = valid[:, None] & (heads < shared + S.share)
+    gates_g, gates_beta = head_gates(inputs, token_strides, token[:, None], there, heads, low, high, S)
     for item in tl.range(chunk * each, tl.minimum(chunk * each + each, S.share * tiles), num_stages=S.stages):
         head = shared + item // tiles
         tile = item % tiles
@@ -247,7 +251,8 @@ def step_kernel(
         at_v = head * S.P + p[None, :]
         here = (valid & is_k)[:, None] & inside[None, :]
         v = tl.load(inputs.v + (token * token_strides.v)[:, None] + at_v, mask=here, other=0.0)
-        g, beta = head_gates(inputs, token_strides, token, valid, head, low, high, S)
+        g = tl.sum(tl.where(heads == head, gates_g, 0.0), 1)
+        beta = tl.sum(tl.where(heads == head, gates_beta, 0.0), 1)
         since, total = decay_of_entries(decay, e, known)
         along = tl.sum(tl.where(line & is_k[None, :], g[None, :], 0.0), 1)
         reach = tl.exp(since[None, :] + along[:, None]) * old_scores
