@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_step.py --recurrence gdn --gib 1
 
-Both sides do the same decode, one token a row: the conventional step reads and rewrites the state; replay reads the
-checkpoint, appends, commits and folds. A run covers whole windows, folds included, with staggered phases, so that each
-step carries its share of them. The two are timed in turns, because the machine's speed drifts.
+Both sides do the same decode, one token a row: the conventional step reads and rewrites the float32 state; replay reads
+the checkpoint or its read copy, appends, commits and folds. A run covers whole windows, folds included, with staggered
+phases, so that each step carries its share of them. The two are timed in turns, because the machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
 
-from replayssm import GDN, KDA, MAMBA2, GdnInputs, KdaInputs, Layout, Mamba2Inputs, ReplayCache, Rows, step
+from replayssm import GDN, KDA, MAMBA2, GdnInputs, KdaInputs, Layout, Mamba2Inputs, Precision, ReplayCache, Rows, step
 from replayssm.inputs import Inputs
 
 SHAPES = {
@@ -27,6 +29,9 @@ SHAPES = {
     "gdn": Layout(GDN, 64, 16, 128, 128),
     "kda": Layout(KDA, 64, 64, 128, 128),
 }
+
+
+CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time}
 
 
 def random_inputs(layout: Layout, tokens: int) -> Inputs:
@@ -66,11 +71,13 @@ def conventional(layout: Layout) -> Callable[[Tensor, Inputs], Tensor]:
     return torch.compile(run)
 
 
-def measure(name: str, gib: float, window: int, cycles: int) -> dict[str, object]:
+def measure(
+    name: str, gib: float, window: int, cycles: int, precision: str, clock: Callable[[], float]
+) -> dict[str, object]:
     """Time both sides over ``cycles`` windows; medians in ms per step."""
-    base = SHAPES[name]
-    layout = Layout(base.recurrence, base.heads, base.groups, base.head_dim, base.state_dim, window=window)
-    rows_n = max(1, int(gib * 2**30 / layout.tensors["checkpoint"].nbytes))
+    layout = replace(SHAPES[name], window=window, precision=Precision.preset(precision))
+    state_bytes = prod(layout.state_shape) * 4
+    rows_n = max(1, int(gib * 2**30 / state_bytes))
     state = torch.randn(rows_n, layout.heads, layout.head_dim, layout.state_dim) * 0.1
     cache = ReplayCache.allocate(layout, layers=1, slots=rows_n)
     cache.load(0, range(rows_n), state, phase=range(rows_n))
@@ -80,13 +87,13 @@ def measure(name: str, gib: float, window: int, cycles: int) -> dict[str, object
     worst = scale = 0.0
     for number in range((1 + cycles) * window):
         inputs = random_inputs(layout, rows_n)
-        start = time.perf_counter()
+        start = clock()
         expected = baseline(state, inputs)
-        middle = time.perf_counter()
+        middle = clock()
         out = step(cache[0], inputs, rows)
-        stepped = time.perf_counter()
+        stepped = clock()
         cache.commit(rows, ones)
-        end = time.perf_counter()
+        end = clock()
         worst = max(worst, float((out.float() - expected.float()).abs().max()))
         scale = max(scale, float(expected.float().abs().max()))
         if number >= window:  # the first window compiles
@@ -96,7 +103,8 @@ def measure(name: str, gib: float, window: int, cycles: int) -> dict[str, object
     replay = [s + c for s, c in zip(times["step"], times["commit"], strict=True)]
     return {
         "recurrence": name,
-        "gib": round(rows_n * layout.tensors["checkpoint"].nbytes / 2**30, 3),
+        "precision": precision,
+        "gib": round(rows_n * state_bytes / 2**30, 3),
         "rows": rows_n,
         "window": window,
         "steps": len(replay),
@@ -121,10 +129,25 @@ def main() -> None:
     parser.add_argument("--recurrence", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--gib", type=float, default=1.0, help="GiB of float32 state")
     parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--precision", default="float32", help="of replay: a preset such as float32+int8")
+    parser.add_argument("--threads", type=int, help="for both sides (default: torch's choice)")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="thread: this thread's CPU time, for one thread on a busy machine",
+    )
     parser.add_argument("--cycles", type=int, default=2, help="timed windows, after one that compiles")
     arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    if arguments.clock == "thread" and torch.get_num_threads() > 1:
+        parser.error("--clock thread needs --threads 1")
     for name in SHAPES if arguments.recurrence == "all" else [arguments.recurrence]:
-        print(json.dumps(measure(name, arguments.gib, arguments.window, arguments.cycles)), flush=True)
+        row = measure(
+            name, arguments.gib, arguments.window, arguments.cycles, arguments.precision, CLOCKS[arguments.clock]
+        )
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

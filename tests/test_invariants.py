@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replayssm import Precision, ReplayCache, ReplayError, Rows, step
+from replayssm.precision import encode
 from support.caches import decode, started
 from support.makers import CORNERS, EVERY, generator, layout_of, random_inputs, random_state, take
 from support.model import Model
@@ -154,8 +155,12 @@ def test_i5_materialise_is_invariant_under_fold_and_dead_entries(name: str, toke
         (Precision(), "bf16"),
         (Precision("fp16", rounding="stochastic"), "bf16"),
         (Precision("bf16"), "fp16"),
+        *((Precision(), copy) for copy in ("fp16", "fp8", "fp8_e5m2", "int8", "int4", "nvfp4")),
+        (Precision("fp16", rounding="stochastic"), "nvfp4"),
+        (Precision("bf16"), "int8"),
+        (Precision("nvfp4", rounding="stochastic"), "int4"),
     ],
-    ids=["fp32-bf16", "stochastic-bf16", "bf16-fp16"],
+    ids=lambda value: value if isinstance(value, str) else value.name,
 )
 @pytest.mark.parametrize("backend", ["", "torch"])
 def test_i6_a_read_copy_changes_no_checkpoint(
@@ -168,8 +173,10 @@ def test_i6_a_read_copy_changes_no_checkpoint(
 
     def compare() -> None:
         for exact, copied in zip(caches[0].views(), caches[1].views(), strict=True):
-            assert same(exact["checkpoint"], copied["checkpoint"])
-            assert same(copied["read_copy"], copied["checkpoint"].to(copied["read_copy"].dtype))
+            assert all(same(part, copied[part_name]) for part_name, part in exact.items() if "checkpoint" in part_name)
+            encoded = encode(copied, lossy.precision, lossy.state_dim)
+            assert encoded.keys() == {part_name for part_name in copied if part_name.startswith("read_copy")}
+            assert all(same(part, copied[part_name]) for part_name, part in encoded.items())
 
     compare()
     for turn in range(12):

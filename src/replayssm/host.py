@@ -16,6 +16,7 @@ from replayssm.backends.convolution import convolve
 from replayssm.backends.torch import Batch
 from replayssm.checks import ReplayError
 from replayssm.inputs import Inputs, LinearInputs
+from replayssm.rounding import row_keys
 from replayssm.rows import HostRows, Rows
 
 if TYPE_CHECKING:
@@ -161,7 +162,10 @@ class Host:
         in_place = cache.backend.folds_in_place(cache.layout)
         for layer, tensors in enumerate(cache._tensors):
             if in_place:
-                cache.backend.fold_in_place(tensors, cache.layout, index, length)
+                keys = None
+                if cache.layout.precision.rounding == "stochastic":
+                    keys = row_keys(cache.seed, layer, counter)
+                cache.backend.fold_in_place(tensors, cache.layout, index, length, keys)
                 continue
             for start in range(0, len(index), _FOLD_ROWS):
                 rows = slice(start, start + _FOLD_ROWS)

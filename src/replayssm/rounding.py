@@ -21,11 +21,16 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def random_bits(seed: int, layer: int, counter: Tensor, elements: int) -> Tensor:
-    """Uniform 32-bit integers [R, elements] as int64, for the roundings number ``counter`` [R] of a layer."""
+def row_keys(seed: int, layer: int, counter: Tensor) -> Tensor:
+    """What the bits of the roundings number ``counter`` [R] of a layer come from: uint32 as int64 [R]."""
     key = _mix(torch.tensor(seed & _MASK, device=counter.device))
     key = _mix((key + layer) & _MASK)
-    key = _mix((key + counter.long()) & _MASK)[:, None]
+    return _mix((key + counter.long()) & _MASK)
+
+
+def random_bits(seed: int, layer: int, counter: Tensor, elements: int) -> Tensor:
+    """Uniform 32-bit integers [R, elements] as int64, for the roundings number ``counter`` [R] of a layer."""
+    key = row_keys(seed, layer, counter)[:, None]
     index = torch.arange(elements, device=counter.device)
     return _mix(_mix((index + key) & _MASK) ^ key)
 

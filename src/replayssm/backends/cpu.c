@@ -8,25 +8,24 @@
    token by token, on four rows of the state at a time: they stay in the first-level cache, and the error is that of the
    conventional recurrence. */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "cpu_formats.h"
 
-enum { F32 = 0, BF16 = 1, F16 = 2 };
+#include <stdlib.h>
+
 enum { BLOCK = 4 };  /* rows of the state together: independent sums hide the latency of the additions */
 enum { AHEAD = 4096 }; /* bytes of the state to ask for in advance: four rows at once confuse the hardware's guess */
 
 typedef struct {
-    const char *data;
-    int64_t stride; /* bytes from slot to slot */
-} Pool;
+    int32_t type;
+    Pool codes, scale, head_scale; /* those that the type has */
+} Stored;
 
 typedef struct {
     int64_t heads, groups, head_dim, state_dim, window;
     int32_t channel, delta; /* decay per channel; delta rule */
-    int32_t state_type, activation_type, written_type;
-    Pool state, key, value, weight, decay, key_scale, written; /* decay and the last two may be absent */
+    int32_t activation_type, written_type;
+    Stored state;
+    Pool key, value, weight, decay, key_scale, written, extra; /* decay and the last three may be absent */
     const int64_t *slots, *length;                             /* [rows] */
 } Layer;
 
@@ -41,45 +40,12 @@ typedef struct {
     char *out;                    /* [N, H, P] activations */
 } Tokens;
 
-static inline float bf16_to_float(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
-
-static inline uint16_t float_to_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN stays NaN */
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static void load(float *to, const char *from, int type, int64_t n) {
-    if (type == F32) {
-        memcpy(to, from, n * sizeof(float));
-    } else if (type == BF16) {
-        const uint16_t *x = (const uint16_t *)from;
-        for (int64_t i = 0; i < n; i++) to[i] = bf16_to_float(x[i]);
-    } else {
-        const _Float16 *x = (const _Float16 *)from;
-        for (int64_t i = 0; i < n; i++) to[i] = (float)x[i];
-    }
-}
-
-static void store(char *to, const float *from, int type, int64_t n) {
-    if (type == F32) {
-        memcpy(to, from, n * sizeof(float));
-    } else if (type == BF16) {
-        uint16_t *x = (uint16_t *)to;
-        for (int64_t i = 0; i < n; i++) x[i] = float_to_bf16(from[i]);
-    } else {
-        _Float16 *x = (_Float16 *)to;
-        for (int64_t i = 0; i < n; i++) x[i] = (_Float16)from[i];
-    }
-}
-
-static inline int64_t size_of(int type) { return type == F32 ? 4 : 2; }
+/* Where a fold goes: row r's state to place ``places[r]`` of ``target``, and encoded to ``copy`` if that has data. */
+typedef struct {
+    Stored target, copy;
+    const int64_t *places;
+    const int64_t *keys; /* [rows] of the random bits; NULL rounds to the nearest */
+} Goal;
 
 /* e^x for x <= 0, in a form that compilers vectorise: 2^n times a polynomial on [-1/2, 1/2]; about one unit in the last
    place. Below the smallest normal number it is 0, which also keeps slow denormals away. NaN stays NaN. */
@@ -107,16 +73,56 @@ static inline void prefetch(const char *from, int64_t bytes) {
 
 static inline float dot(const float *restrict a, const float *restrict b, int64_t n) {
     float sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum = MADD(a[i], b[i], sum);
     return sum;
 }
 
 static inline void add_scaled(float *restrict to, const float *restrict x, float scale, int64_t n) {
-    for (int64_t i = 0; i < n; i++) to[i] += scale * x[i];
+    for (int64_t i = 0; i < n; i++) to[i] = MADD(scale, x[i], to[i]);
 }
 
-static inline const char *entry(const Pool *pool, int64_t slot, int64_t first, int64_t width, int type) {
-    return pool->data + slot * pool->stride + first * width * size_of(type);
+static inline char *entry(const Pool *pool, int64_t slot, int64_t first, int64_t width, int type) {
+    return pool->data + slot * pool->stride + size_of(type, first * width);
+}
+
+static inline Head head_of(const Stored *s, int64_t slot, int64_t head, int64_t P, int64_t K) {
+    int64_t scales = row_scaled(s->type) ? 4 * P : P * padded(K) / SCALED_BLOCK;
+    return (Head){s->codes.data + slot * s->codes.stride + head * P * size_of(s->type, K),
+                  s->scale.data + slot * s->scale.stride + head * scales,
+                  (float *)(s->head_scale.data + slot * s->head_scale.stride) + head, s->type};
+}
+
+/* The value that token j of a head wrote. */
+static void load_written(float *to, const Layer *l, int64_t slot, int64_t place) {
+    int64_t P = l->head_dim;
+    int type = l->written_type, plain = type == F16_SCALED ? F16 : type == BF16X2 ? BF16 : type;
+    load(to, entry(&l->written, slot, place, P, type), plain, P);
+    if (type == F16_SCALED) {
+        float scale = *(float *)entry(&l->extra, slot, place, 1, F32);
+        for (int64_t p = 0; p < P; p++) to[p] *= scale;
+    } else if (type == BF16X2) {
+        const uint16_t *low = (const uint16_t *)entry(&l->extra, slot, place, P, BF16);
+        for (int64_t p = 0; p < P; p++) to[p] += bf16_to_float(low[p]);
+    }
+}
+
+static void store_written(const Layer *l, int64_t slot, int64_t place, const float *u) {
+    int64_t P = l->head_dim;
+    char *to = entry(&l->written, slot, place, P, l->written_type);
+    if (l->written_type == F16_SCALED) {
+        float scale = power_scale(u, P), inverse = 1 / scale;
+        *(float *)entry(&l->extra, slot, place, 1, F32) = scale;
+        for (int64_t p = 0; p < P; p++) ((uint16_t *)to)[p] = float_to_f16(u[p] * inverse, -1);
+    } else if (l->written_type == BF16X2) {
+        uint16_t *high = (uint16_t *)to, *low = (uint16_t *)entry(&l->extra, slot, place, P, BF16);
+        for (int64_t p = 0; p < P; p++) {
+            high[p] = float_to_bf16(u[p]);
+            low[p] = float_to_bf16(u[p] - bf16_to_float(high[p]));
+        }
+    } else {
+        store(to, u, l->written_type, P, NULL);
+    }
 }
 
 /* The committed keys of a group, scaled: [E, K]. */
@@ -129,34 +135,37 @@ static void load_keys(float *keys, const Layer *l, int64_t slot, int64_t group, 
         for (int64_t c = 0; c < K; c++) keys[j * K + c] *= scale[j];
 }
 
-/* out[n, p] = <S_p, x_n> for N probes, over a state [P, K] of any type. */
-static void read_state(float *out, const char *state, int type, const float *probes, int64_t count, int64_t P, int64_t K,
+/* out[n, p] = <S_p, x_n> for N probes, over one head's state. Row scales are applied to the sums. */
+static void read_state(float *out, const Head *h, const float *probes, int64_t count, int64_t P, int64_t K,
                        float *scratch) {
+    int64_t bytes = size_of(h->type, K);
     for (int64_t p = 0; p < P; p += BLOCK) {
         int64_t rows = P - p < BLOCK ? P - p : BLOCK;
-        const float *block = (const float *)(state + p * K * sizeof(float));
-        prefetch(state + p * K * size_of(type), rows * K * size_of(type));
-        if (type != F32) {
-            load(scratch, state + p * K * size_of(type), type, rows * K);
+        const float *block = (const float *)(h->codes + p * bytes);
+        prefetch(h->codes + p * bytes, rows * bytes);
+        if (h->type != F32) {
+            load_codes(scratch, h, p, rows, K);
             block = scratch;
         }
         for (int64_t n = 0; n < count; n++) {
             const float *restrict x = probes + n * K;
+            float *to = out + n * P + p;
             if (rows == BLOCK) {
                 const float *restrict s0 = block, *restrict s1 = block + K, *restrict s2 = block + 2 * K,
                             *restrict s3 = block + 3 * K;
                 float a0 = 0, a1 = 0, a2 = 0, a3 = 0;
+#pragma omp simd reduction(+ : a0, a1, a2, a3)
                 for (int64_t c = 0; c < K; c++) {
-                    a0 += s0[c] * x[c];
-                    a1 += s1[c] * x[c];
-                    a2 += s2[c] * x[c];
-                    a3 += s3[c] * x[c];
+                    a0 = MADD(s0[c], x[c], a0);
+                    a1 = MADD(s1[c], x[c], a1);
+                    a2 = MADD(s2[c], x[c], a2);
+                    a3 = MADD(s3[c], x[c], a3);
                 }
-                float *to = out + n * P + p;
                 to[0] = a0, to[1] = a1, to[2] = a2, to[3] = a3;
             } else {
-                for (int64_t r = 0; r < rows; r++) out[n * P + p + r] = dot(block + r * K, x, K);
+                for (int64_t r = 0; r < rows; r++) to[r] = dot(block + r * K, x, K);
             }
+            for (int64_t r = 0; row_scaled(h->type) && r < rows; r++) to[r] *= row_scale(h, p + r);
         }
     }
 }
@@ -171,7 +180,7 @@ typedef struct {
     float *seen;    /* [2T, P] */
     float *u;       /* [T, P] */
     float *decayed; /* [2T, K] */
-    float *line;    /* [max(P, BLOCK * K)] */
+    float *line;    /* [max(P, BLOCK * K + 32)] */
     float *between; /* [D] */
 } Space;
 
@@ -219,24 +228,26 @@ static void score_entries(const Space *s, const Layer *l, int64_t slot, int64_t 
 static void see(const Space *s, const Layer *l, int64_t slot, int64_t head, int64_t entries, int64_t count,
                 int64_t probes) {
     int64_t K = l->state_dim, P = l->head_dim;
-    const char *state = entry(&l->state, slot, head * P, K, l->state_type);
+    Head state = head_of(&l->state, slot, head, P, K);
     if (l->channel) {
         for (int64_t n = 0; n < probes; n++)
             for (int64_t c = 0; c < K; c++)
                 s->decayed[n * K + c] = s->probes[n * K + c] * decay_exp(s->since[c] + s->along[(n % count) * K + c]);
-        read_state(s->seen, state, l->state_type, s->decayed, probes, P, K, s->line);
+        read_state(s->seen, &state, s->decayed, probes, P, K, s->line);
     } else {
-        read_state(s->seen, state, l->state_type, s->probes, probes, P, K, s->line);
+        read_state(s->seen, &state, s->probes, probes, P, K, s->line);
         for (int64_t n = 0; n < probes; n++) {
             float decay = decay_exp(s->since[0] + s->along[n % count]);
             for (int64_t p = 0; p < P; p++) s->seen[n * P + p] *= decay;
         }
     }
     const float *weight = (const float *)entry(&l->weight, slot, head * l->window, 1, F32);
-    int type = l->delta ? l->written_type : l->activation_type;
-    const Pool *pool = l->delta ? &l->written : &l->value;
     for (int64_t j = 0; j < entries; j++) {
-        load(s->line, entry(pool, slot, head * l->window + j, P, type), type, P);
+        int64_t place = head * l->window + j;
+        if (l->delta)
+            load_written(s->line, l, slot, place);
+        else
+            load(s->line, entry(&l->value, slot, place, P, l->activation_type), l->activation_type, P);
         float scale = l->delta ? 1 : weight[j];
         for (int64_t n = 0; n < probes; n++)
             add_scaled(s->seen + n * P, s->line, scale * s->scores[n * entries + j], P);
@@ -268,16 +279,16 @@ static void see_drafts(const Space *s, const Layer *l, const Tokens *t, int64_t 
 static void append(const Layer *l, const Tokens *t, int64_t slot, int64_t place, int64_t token, int64_t head,
                    const float *u) {
     int64_t P = l->head_dim, K = l->state_dim, D = l->channel ? K : 1, W = l->window;
-    int64_t bytes = size_of(l->activation_type), group = head / (l->heads / l->groups);
-    memcpy((char *)entry(&l->value, slot, head * W + place, P, l->activation_type),
+    int64_t bytes = size_of(l->activation_type, 1), group = head / (l->heads / l->groups);
+    memcpy(entry(&l->value, slot, head * W + place, P, l->activation_type),
            t->raw_v + (token * l->heads + head) * P * bytes, P * bytes);
     *(float *)entry(&l->weight, slot, head * W + place, 1, F32) = t->beta[token * l->heads + head];
     if (l->decay.data)
-        memcpy((char *)entry(&l->decay, slot, head * W + place, D, F32), t->g + (token * l->heads + head) * D,
+        memcpy(entry(&l->decay, slot, head * W + place, D, F32), t->g + (token * l->heads + head) * D,
                D * sizeof(float));
-    if (l->delta) store((char *)entry(&l->written, slot, head * W + place, P, l->written_type), u, l->written_type, P);
+    if (l->delta) store_written(l, slot, head * W + place, u);
     if (head % (l->heads / l->groups)) return; /* keys belong to the group: its first head writes them */
-    memcpy((char *)entry(&l->key, slot, group * W + place, K, l->activation_type),
+    memcpy(entry(&l->key, slot, group * W + place, K, l->activation_type),
            t->raw_k + (token * l->groups + group) * K * bytes, K * bytes);
     if (l->key_scale.data)
         *(float *)entry(&l->key_scale, slot, group * W + place, 1, F32) = t->scale[token * l->groups + group];
@@ -293,7 +304,7 @@ static void step_head(const Space *s, const Layer *l, const Tokens *t, int64_t r
     for (int64_t i = 0; i < count; i++) {
         int64_t token = (start + i) * l->heads + head;
         float *u = s->u + i * P;
-        load(u, t->raw_v + token * P * size_of(l->activation_type), l->activation_type, P);
+        load(u, t->raw_v + size_of(l->activation_type, token * P), l->activation_type, P);
         if (l->delta) {
             float *before = s->seen + (count + i) * P;
             see_drafts(s, l, t, start, i, head, keys + i * K, keys, before, 1, 1);
@@ -301,7 +312,7 @@ static void step_head(const Space *s, const Layer *l, const Tokens *t, int64_t r
         }
         for (int64_t p = 0; p < P; p++) u[p] *= t->beta[token];
         see_drafts(s, l, t, start, i, head, s->probes + i * K, keys, s->seen + i * P, 1, 0);
-        store(t->out + token * P * size_of(l->activation_type), s->seen + i * P, l->activation_type, P);
+        store(t->out + size_of(l->activation_type, token * P), s->seen + i * P, l->activation_type, P, NULL);
         append(l, t, slot, entries + i, start + i, head, u);
     }
 }
@@ -319,7 +330,7 @@ int replay_step(const Layer *l, const Tokens *t, int64_t first, int64_t last) {
         if (l->length[row] > E) E = l->length[row];
         if (t->count[row] > T) T = t->count[row];
     }
-    int64_t line = P > BLOCK * K ? P : BLOCK * K;
+    int64_t line = P > BLOCK * K + 32 ? P : BLOCK * K + 32;
     int64_t floats = E * K + 4 * T * K + T * D + 2 * D + 4 * T * E + 3 * T * P + line + 12 * 16;
     float *memory = malloc(floats * sizeof(float)), *rest = memory;
     if (!memory) return 1;
@@ -352,11 +363,12 @@ static inline void advance_token(float *restrict s, const float *restrict before
                                  int64_t K) {
     float *restrict s0 = s, *restrict s1 = s + K, *restrict s2 = s + 2 * K, *restrict s3 = s + 3 * K;
     float u0 = u[0], u1 = u[1], u2 = u[2], u3 = u[3], a0 = 0, a1 = 0, a2 = 0, a3 = 0, one = e[0];
+#pragma omp simd reduction(+ : a0, a1, a2, a3)
     for (int64_t c = 0; c < K; c++) {
         float decay = each ? e[c] : one;
-        float x0 = (s0[c] + u0 * before[c]) * decay, x1 = (s1[c] + u1 * before[c]) * decay;
-        float x2 = (s2[c] + u2 * before[c]) * decay, x3 = (s3[c] + u3 * before[c]) * decay;
-        a0 += x0 * k[c], a1 += x1 * k[c], a2 += x2 * k[c], a3 += x3 * k[c];
+        float x0 = MADD(u0, before[c], s0[c]) * decay, x1 = MADD(u1, before[c], s1[c]) * decay;
+        float x2 = MADD(u2, before[c], s2[c]) * decay, x3 = MADD(u3, before[c], s3[c]) * decay;
+        a0 = MADD(x0, k[c], a0), a1 = MADD(x1, k[c], a1), a2 = MADD(x2, k[c], a2), a3 = MADD(x3, k[c], a3);
         s0[c] = x0, s1[c] = x1, s2[c] = x2, s3[c] = x3;
     }
     sums[0] = a0, sums[1] = a1, sums[2] = a2, sums[3] = a3;
@@ -381,16 +393,26 @@ static void advance_block(float *s, const Layer *l, const float *keys, const flo
     for (int64_t r = 0; entries && r < rows; r++) add_scaled(s + r * K, before, u[r], K);
 }
 
-/* The state after the committed entries, in float32: row r's goes to to + where[r] bytes, [H, P, K]. It may be the
-   checkpoint itself. Items as in replay_step. */
-int replay_fold(const Layer *l, char *to, const int64_t *where, int64_t first, int64_t last) {
+/* A head's new state to where it belongs. ``rows`` [P, K] is overwritten by what the target holds of it. */
+static void put_head(const Goal *goal, const Head *target, float *rows, int64_t row, int64_t head, int64_t P,
+                     int64_t K) {
+    Rounding rounding = {goal->keys != NULL, goal->keys ? (uint32_t)goal->keys[row] : 0, (uint32_t)(head * P * K)};
+    if ((char *)rows != target->codes) encode_head(target, rows, P, K, rounding);
+    if (!goal->copy.codes.data) return;
+    Head copy = head_of(&goal->copy, goal->places[row], head, P, K);
+    if (target->type != F32) load_rows(rows, target, 0, P, K);
+    encode_head(&copy, rows, P, K, (Rounding){0});
+}
+
+/* The state after the committed entries. Items as in replay_step. The goal may be the checkpoint itself. */
+int replay_fold(const Layer *l, const Goal *goal, int64_t first, int64_t last) {
     int64_t K = l->state_dim, P = l->head_dim, G = l->groups, D = l->channel ? K : 1, W = l->window, E = 0;
     for (int64_t row = first / G; row <= (last - 1) / G; row++)
         if (l->length[row] > E) E = l->length[row];
-    float *memory = malloc((E * (K + D + P) + BLOCK * K + 4 * 16) * sizeof(float)), *rest = memory;
+    float *memory = malloc((E * (K + D + P) + BLOCK * K + P * K + 2 * 32 + 5 * 16) * sizeof(float)), *rest = memory;
     if (!memory) return 1;
     float *keys = carve(&rest, E * K), *decays = carve(&rest, E * D), *values = carve(&rest, E * P);
-    float *block = carve(&rest, BLOCK * K);
+    float *block = carve(&rest, BLOCK * K + 32), *whole = carve(&rest, P * K + 32);
     memset(block, 0, BLOCK * K * sizeof(float));
     for (int64_t item = first; item < last; item++) {
         int64_t row = item / G, group = item % G, repeat = l->heads / G, entries = l->length[row], slot = l->slots[row];
@@ -400,15 +422,17 @@ int replay_fold(const Layer *l, char *to, const int64_t *where, int64_t first, i
             const float *g = l->decay.data ? (const float *)entry(&l->decay, slot, head * W, D, F32) : NULL;
             load(values, entry(&l->value, slot, head * W, P, l->activation_type), l->activation_type, entries * P);
             for (int64_t i = 0; i < entries * D; i++) decays[i] = g ? decay_exp(g[i]) : 1;
-            const char *state = entry(&l->state, slot, head * P, K, l->state_type);
-            float *target = (float *)(to + where[row]) + head * P * K;
+            Head state = head_of(&l->state, slot, head, P, K);
+            Head target = head_of(&goal->target, goal->places[row], head, P, K);
+            float *rows_out = target.type == F32 ? (float *)target.codes : whole;
             for (int64_t p = 0; p < P; p += BLOCK) {
-                int64_t rows = P - p < BLOCK ? P - p : BLOCK;
-                prefetch(state + p * K * size_of(l->state_type), rows * K * size_of(l->state_type));
-                load(block, state + p * K * size_of(l->state_type), l->state_type, rows * K);
+                int64_t rows = P - p < BLOCK ? P - p : BLOCK, bytes = size_of(state.type, K);
+                prefetch(state.codes + p * bytes, rows * bytes);
+                load_rows(block, &state, p, rows, K);
                 advance_block(block, l, keys, decays, values, weight, entries, p, rows);
-                memcpy(target + p * K, block, rows * K * sizeof(float));
+                memcpy(rows_out + p * K, block, rows * K * sizeof(float));
             }
+            put_head(goal, &target, rows_out, row, head, P, K);
         }
     }
     free(memory);

@@ -1,4 +1,4 @@
-"""The CPU kernels of ``cpu.c``: compiled once with the machine's C compiler, kept in the user's cache folder.
+"""The CPU kernels of ``cpu.c`` and ``cpu_formats.h``: compiled once by the machine's C compiler, then kept in a cache.
 
 Where there is no compiler, or for layouts that the kernels do not cover (float64, views with inner strides), the torch
 backend does the same.
@@ -16,20 +16,25 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from replayssm.backends.torch import Batch
+from replayssm.formats import Format
 from replayssm.inputs import Inputs
 from replayssm.layout import Layout
 
 name = "c"
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Sums may be reordered, or they would not vectorise. NaN and infinities keep their meaning.
-_FLAGS = ["-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
+# Numbers of the formats in cpu_formats.h.
+_FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8_e5m2", "int8", "int4", "nvfp4", "bf16x2", "fp16_scaled")
+_ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SOURCES = ("cpu.c", "cpu_formats.h")
+# Sums say by themselves that they may be reordered (omp simd); nothing else may, or formats would differ from torch's.
+_FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fno-trapping-math", "-fno-math-errno"]
 # Below this many bytes of state, a second thread costs more than it brings.
 _PARALLEL_BYTES = 1 << 20
 
@@ -38,16 +43,25 @@ class _Pool(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64))
 
 
-_POOLS = ("state", "key", "value", "weight", "decay", "key_scale", "written")
+class _Stored(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("codes", _Pool), ("scale", _Pool), ("head_scale", _Pool))
+
+
+_POOLS = ("key", "value", "weight", "decay", "key_scale", "written")
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((n, ctypes.c_int64) for n in ("heads", "groups", "head_dim", "state_dim", "window")),
-        *((n, ctypes.c_int32) for n in ("channel", "delta", "state_type", "activation_type", "written_type")),
-        *((n, _Pool) for n in _POOLS),
+        *((n, ctypes.c_int32) for n in ("channel", "delta", "activation_type", "written_type")),
+        ("state", _Stored),
+        *((n, _Pool) for n in (*_POOLS, "extra")),
         *((n, ctypes.c_void_p) for n in ("slots", "length")),
     )
+
+
+class _Goal(ctypes.Structure):
+    _fields_ = (("target", _Stored), ("copy", _Stored), ("places", ctypes.c_void_p), ("keys", ctypes.c_void_p))
 
 
 _TOKENS = ("start", "count", "parents", "q", "k", "g", "beta", "scale", "raw_k", "raw_v", "out")
@@ -60,17 +74,21 @@ class _Tokens(ctypes.Structure):
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be compiled or loaded."""
-    source = Path(__file__).with_name("cpu.c")
+    sources = [Path(__file__).with_name(name) for name in _SOURCES]
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
     key = hashlib.sha256()
-    for item in (source.read_bytes(), " ".join([compiler, *_FLAGS]).encode(), _processor().encode()):
+    for item in (
+        *(source.read_bytes() for source in sources),
+        " ".join([compiler, *_FLAGS]).encode(),
+        _processor().encode(),
+    ):
         key.update(item)
     file = _folder() / f"cpu-{key.hexdigest()[:16]}.so"
     try:
         if not file.exists():
-            _compile(compiler, source, file)
+            _compile(compiler, sources[0], file)
         return ctypes.CDLL(str(file))
     except (OSError, subprocess.SubprocessError):
         return None
@@ -78,8 +96,11 @@ def library() -> ctypes.CDLL | None:
 
 def supports(layout: Layout, layers: list[dict[str, Tensor]]) -> bool:
     """Whether the kernels cover a cache on the CPU: its dtypes, and slots that are contiguous inside."""
-    typed = all(s.dtype in _TYPES for s in layout.tensors.values())
-    return typed and all(_dense(t) for tensors in layers for t in tensors.values()) and library() is not None
+    return (
+        layout.dtype in _ACTIVATIONS
+        and all(_dense(t) for tensors in layers for t in tensors.values())
+        and library() is not None
+    )
 
 
 def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch) -> Tensor:
@@ -99,7 +120,7 @@ def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch)
     held = [start, count, parents, lowered.q, key, lowered.g, lowered.beta, lowered.key_scale, lowered.k, lowered.v]
     held = [None if x is None else x.contiguous() for x in held]
     tokens = _Tokens(*(None if x is None else x.data_ptr() for x in held), out.data_ptr())
-    record = _record(layer, layout, batch.slots, batch.length, "read_copy" if "read_copy" in layer else "checkpoint")
+    record = _record(layer, layout, batch.slots, batch.length, reads=True)
     kernel = _kernel("replay_step")
     _spread(lambda a, b: kernel(ctypes.byref(record), ctypes.byref(tokens), a, b), layout, len(batch.slots))
     return out
@@ -108,46 +129,76 @@ def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch)
 def advance(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> Tensor:
     """As ``backends.torch.advance``."""
     out = torch.empty((len(slots), *layout.state_shape), dtype=torch.float32)
-    row_bytes = out[0].nbytes if len(out) else 0
-    _fold_to(out, layer, layout, slots, length, torch.arange(len(slots)) * row_bytes)
+    goal = _Goal(target=_Stored(0, _pool(out)))
+    _fold(layer, layout, slots, length, goal, torch.arange(len(slots)), None)
     return out
 
 
 def folds_in_place(layout: Layout) -> bool:
-    """As ``backends.torch.folds_in_place``."""
-    return layout.precision.checkpoint == torch.float32 and layout.precision.read_copy is None
+    """As ``backends.torch.folds_in_place``: every layout that the kernels cover."""
+    return layout.dtype in _ACTIVATIONS
 
 
-def fold_in_place(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> None:
-    """As ``backends.torch.fold_in_place``."""
-    checkpoint = layer["checkpoint"]
-    _fold_to(checkpoint, layer, layout, slots, length, slots * checkpoint.stride(0) * checkpoint.itemsize)
-
-
-def _fold_to(
-    to: Tensor, layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, where: Tensor
+def fold_in_place(
+    layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, keys: Tensor | None = None
 ) -> None:
-    record = _record(layer, layout, slots, length, "checkpoint")
-    places = where.to(torch.int64).contiguous()
+    """As ``backends.torch.fold_in_place``, read copies and stochastic rounding included.
+
+    Args:
+        layer, layout, slots, length: as there.
+        keys: [R] int64 of ``rounding.row_keys``, where the policy rounds stochastically.
+    """
+    policy = layout.precision
+    goal = _Goal(target=_stored("checkpoint", policy.checkpoint_format, layer))
+    if policy.read_format is not None:
+        goal.copy = _stored("read_copy", policy.read_format, layer)
+    _fold(layer, layout, slots, length, goal, slots, keys)
+
+
+def _fold(
+    layer: dict[str, Tensor],
+    layout: Layout,
+    slots: Tensor,
+    length: Tensor,
+    goal: _Goal,
+    places: Tensor,
+    keys: Tensor | None,
+) -> None:
+    goal.places = places.data_ptr()
+    goal.keys = None if keys is None else keys.data_ptr()
+    record = _record(layer, layout, slots, length, reads=False)
     kernel = _kernel("replay_fold")
-    target, offsets = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(places.data_ptr())
-    _spread(lambda a, b: kernel(ctypes.byref(record), target, offsets, a, b), layout, len(slots))
+    _spread(lambda a, b: kernel(ctypes.byref(record), ctypes.byref(goal), a, b), layout, len(slots))
 
 
-def _record(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, state: str) -> _Layer:
-    tensors = [layer.get(state if pool == "state" else pool) for pool in _POOLS]
-    pools = [_Pool(None, 0) if t is None else _Pool(t.data_ptr(), t.stride(0) * t.itemsize) for t in tensors]
-    written = _TYPES[layer["written"].dtype] if "written" in layer else 0
-    recurrence = layout.recurrence
+def _record(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, reads: bool) -> _Layer:
+    """A layer as the kernels take it; ``reads``: of what steps read, be it a copy, else of the checkpoint."""
+    policy, recurrence = layout.precision, layout.recurrence
+    if reads and policy.read_format is not None:
+        state = _stored("read_copy", policy.read_format, layer)
+    else:
+        state = _stored("checkpoint", policy.checkpoint_format, layer)
+    extra = layer.get("written_low", layer.get("written_scale"))
     record = _Layer(
         *(layout.heads, layout.groups, layout.head_dim, layout.state_dim, layout.window),
         *(recurrence.decay == "channel", recurrence.update == "delta"),
-        *(_TYPES[layer[state].dtype], _TYPES[layout.dtype], written),
-        *pools,
+        *(_ACTIVATIONS[layout.dtype], _FORMATS.index(layout.written_format.name)),
+        state,
+        *(_pool(tensor) for tensor in (*map(layer.get, _POOLS), extra)),
         *(slots.data_ptr(), length.data_ptr()),
     )
     record.held = (slots, length)  # alive as long as the record is
     return record
+
+
+def _stored(name: str, form: Format, layer: dict[str, Tensor]) -> _Stored:
+    """The tensors of a format."""
+    pools = (_pool(layer.get(name + suffix)) for suffix in ("", "_scale", "_head_scale"))
+    return _Stored(_FORMATS.index(form.name), *pools)
+
+
+def _pool(tensor: Tensor | None) -> _Pool:
+    return _Pool(None, 0) if tensor is None else _Pool(tensor.data_ptr(), tensor.stride(0) * tensor.itemsize)
 
 
 def _spread(kernel: Callable[[int, int], int], layout: Layout, rows: int) -> None:
@@ -156,7 +207,7 @@ def _spread(kernel: Callable[[int, int], int], layout: Layout, rows: int) -> Non
     if not items:
         return
     threads = torch.get_num_threads()
-    if rows * layout.tensors["checkpoint"].nbytes < _PARALLEL_BYTES or threads == 1:
+    if rows * prod(layout.state_shape) * 4 < _PARALLEL_BYTES or threads == 1:
         codes = [kernel(0, items)]
     else:
         size = -(-items // (4 * threads))  # a few pieces a thread: rows are of different lengths
@@ -177,8 +228,7 @@ def _kernel(symbol: str) -> Callable[..., int]:
     found = library()
     assert found is not None
     function = getattr(found, symbol)
-    arguments = 2 if symbol == "replay_step" else 3
-    function.argtypes = [ctypes.c_void_p] * arguments + [ctypes.c_int64] * 2
+    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2
     function.restype = ctypes.c_int
     return function
 

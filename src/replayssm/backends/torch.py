@@ -108,7 +108,9 @@ def folds_in_place(layout: Layout) -> bool:
     return layout.precision.checkpoint == layout.wide and layout.precision.read_copy is None
 
 
-def fold_in_place(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor) -> None:
+def fold_in_place(
+    layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, keys: Tensor | None = None
+) -> None:
     """Write the states after the committed entries into the checkpoints. Arguments as ``advance``."""
     for rows, heads in _pieces(layout, len(slots)):
         state = _advanced(layer, layout, slots[rows], length[rows], heads)
