@@ -157,10 +157,11 @@ def _draw(scores: Tensor, points: Sequence[Point], number: int) -> Tensor:
     filters = Filters(*(torch.tensor(column, device=scores.device) for column in columns))
     logs, ids = filtered(scores, filters)
     noise = gumbel([mix(point.seed, point.position) for point in points], ids)
-    order = (logs.double() + noise).topk(min(number, logs.shape[1]), -1).indices
-    found = ids.gather(1, order)
-    # Fewer tokens than branches are left: the last one stands for the rest.
-    return torch.cat([found, found[:, -1:].expand(-1, number - found.shape[1])], 1)
+    best = (logs.double() + noise).topk(min(number, logs.shape[1]), -1)
+    found = ids.gather(1, best.indices)
+    # Fewer tokens than branches are left: the first one stands for the others.
+    found = torch.where(best.values > -torch.inf, found, found[:, :1])
+    return torch.cat([found, found[:, :1].expand(-1, number - found.shape[1])], 1)
 
 
 def _tokens(values: Sequence[int], like: Tensor) -> Tensor:
