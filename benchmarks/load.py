@@ -28,10 +28,10 @@ class Mixture:
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self.drafters = drafters
 
-    def bind(self, *args: Any) -> None:
+    def bind(self, model: Any, slots: int, max_length: int, max_draft: int) -> None:
         """See ``Drafter.bind``."""
         for drafter in self.drafters:
-            drafter.bind(*args)
+            drafter.bind(model, slots, max_length, max_draft)
 
     def close(self) -> None:
         """See ``Drafter.close``."""

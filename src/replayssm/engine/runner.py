@@ -168,9 +168,9 @@ class Runner:
         self._order = sorted(range(len(rows)), key=lambda r: rows[r].count > self.max_draft)
         ordered = [rows[r] for r in self._order]
         plan = Plan.of(ordered, [self.lengths[row.slot] for row in ordered], self.max_draft, self.device)
-        for row, span in plan.chunks:
+        for span in plan.spans:
             if span.seen > self.max_length:
-                raise ReplayError(f"slot {row.slot}: {span.seen} tokens do not fit into max_length={self.max_length}")
+                raise ReplayError(f"slot {span.slot}: {span.seen} tokens do not fit into max_length={self.max_length}")
         if plan.chunks:
             # `load` empties the buffers of all layers: what they hold has to be in the checkpoints before.
             for pool in self.pools:
