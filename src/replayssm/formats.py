@@ -176,10 +176,14 @@ class BlockScaled:
         return tuple(float(n if n < 8 else n - 16) for n in range(16))
 
     def _floating(self, x: Tensor, bits: Tensor | None) -> Tensor:
-        """Codes of e2m1: on this piecewise linear scale the levels are whole numbers, their ties even ones."""
+        """Codes of e2m1. The middles between levels go to the even code."""
         size = x.abs()
-        place = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
-        return round_integer(place, bits).to(torch.uint8) | torch.signbit(x).to(torch.uint8) << 3
+        if bits is None:
+            above = (size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5)
+            code = torch.stack(above).sum(0)
+        else:  # on this piecewise linear scale the levels are whole numbers
+            code = round_integer(torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4)), bits)
+        return code.to(torch.uint8) | torch.signbit(x).to(torch.uint8) << 3
 
     def _integer(self, x: Tensor, bits: Tensor | None) -> Tensor:
         return round_integer(x, bits).to(torch.int8).view(torch.uint8) & 15

@@ -9,6 +9,7 @@
    conventional recurrence. */
 
 #include "cpu_formats.h"
+#include "cpu_fused.h"
 
 #include <stdlib.h>
 
@@ -138,6 +139,7 @@ static void load_keys(float *keys, const Layer *l, int64_t slot, int64_t group, 
 /* out[n, p] = <S_p, x_n> for N probes, over one head's state. Row scales are applied to the sums. */
 static void read_state(float *out, const Head *h, const float *probes, int64_t count, int64_t P, int64_t K,
                        float *scratch) {
+    if (read_fused(out, h, probes, count, P, K, scratch)) return;
     int64_t bytes = size_of(h->type, K);
     for (int64_t p = 0; p < P; p += BLOCK) {
         int64_t rows = P - p < BLOCK ? P - p : BLOCK;

@@ -32,7 +32,7 @@ name = "c"
 # Numbers of the formats in cpu_formats.h.
 _FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8_e5m2", "int8", "int4", "nvfp4", "bf16x2", "fp16_scaled")
 _ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SOURCES = ("cpu.c", "cpu_formats.h")
+_SOURCES = ("cpu.c", "cpu_formats.h", "cpu_fused.h")
 # Sums say by themselves that they may be reordered (omp simd); nothing else may, or formats would differ from torch's.
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fno-trapping-math", "-fno-math-errno"]
 # Below this many bytes of state, a second thread costs more than it brings.

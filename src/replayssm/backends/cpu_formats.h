@@ -130,8 +130,8 @@ static void load_blocks(float *restrict to, const Head *h, int64_t p, int64_t K)
             }
         else
             for (int i = 0; i < SCALED_BLOCK; i++) {
-                a[i] = (float)((int)(c[i] & 15u ^ 8) - 8) * low;
-                b[i] = (float)((int)(c[i] >> 4 ^ 8) - 8) * high;
+                a[i] = (float)((int)((c[i] & 15u) ^ 8) - 8) * low;
+                b[i] = (float)((int)((c[i] >> 4) ^ 8) - 8) * high;
             }
     }
 }
@@ -247,6 +247,51 @@ static inline float units(float x, float inverse, float top) {
     return bits >= 0x7f800000 ? 0 : y > top ? top : y;
 }
 
+/* The code without sign of y >= 0, in range, in a float of eight bits: the nearest, ties to even. */
+static inline uint32_t nearest_code(float y, int mantissa, int bias) {
+    int drop = 23 - mantissa;
+    uint32_t bits = bits_of(y), half = (1u << (drop - 1)) - 1;
+    uint32_t normal = ((bits + half + (bits >> drop & 1)) >> drop) - ((uint32_t)(127 - bias) << mantissa);
+    uint32_t tiny = (uint32_t)(int32_t)rintf(y * float_of((uint32_t)(126 + bias + mantissa) << 23));
+    return y < float_of((uint32_t)(128 - bias) << 23) ? tiny : normal;
+}
+
+/* x, all finite, in units of a scale, to the nearest codes. */
+static void nearest_codes(uint8_t *restrict to, const float *restrict x, int64_t n, float inverse, int type) {
+    float top = top_of(type);
+    if (type == INT8)
+        for (int64_t c = 0; c < n; c++) {
+            float y = x[c] * inverse;
+            y = y > top ? top : y < -top ? -top : y;
+            to[c] = (uint8_t)(int8_t)(int32_t)rintf(y);
+        }
+    else
+        for (int64_t c = 0; c < n; c++) {
+            uint32_t bits = bits_of(x[c]), sign = bits >> 24 & 0x80;
+            float y = float_of(bits & 0x7fffffff) * inverse;
+            y = y > top ? top : y;
+            to[c] = (uint8_t)(sign | (type == FP8 ? nearest_code(y, 3, 7) : nearest_code(y, 2, 15)));
+        }
+}
+
+/* The same for a block of four-bit codes, one a byte. The thresholds of e2m1 are the middles, ties to even codes. */
+static void nearest_nibbles(uint8_t *restrict to, const float *restrict x, int64_t n, float inverse, int type) {
+    float top = top_of(type);
+    if (type == NVFP4)
+        for (int64_t c = 0; c < n; c++) {
+            uint32_t bits = bits_of(x[c]);
+            float y = float_of(bits & 0x7fffffff) * inverse;
+            uint32_t code = (y > 0.25f) + (y >= 0.75f) + (y > 1.25f) + (y >= 1.75f) + (y > 2.5f) + (y >= 3.5f) + (y > 5);
+            to[c] = (uint8_t)(code | bits >> 31 << 3);
+        }
+    else
+        for (int64_t c = 0; c < n; c++) {
+            float y = x[c] * inverse;
+            y = y > top ? top : y < -top ? -top : y;
+            to[c] = (uint8_t)((int32_t)rintf(y) & 15);
+        }
+}
+
 static void encode_row(const Head *h, int64_t p, const float *restrict x, int64_t K, const Rounding *rounding) {
     float top = top_of(h->type), scale = scale_for(largest_bits(x, K), top), inverse = reciprocal(scale);
     uint8_t *restrict to = (uint8_t *)h->codes + p * K;
@@ -255,11 +300,15 @@ static void encode_row(const Head *h, int64_t p, const float *restrict x, int64_
         memset(to, 0, K);
         return;
     }
+    if (!rounding->stochastic) {
+        nearest_codes(to, x, K, inverse, h->type);
+        return;
+    }
     for (int64_t c = 0; c < K; c++) {
-        float y = units(x[c], inverse, top), u = rounding->stochastic ? random_at(rounding, c) : -1;
+        float y = units(x[c], inverse, top), u = random_at(rounding, c);
         uint8_t sign = (uint8_t)(bits_of(x[c]) >> 24 & 0x80);
         if (h->type == INT8) {
-            float low = floorf(y), size = u >= 0 ? low + (u < y - low ? 1.0f : 0.0f) : rintf(y);
+            float low = floorf(y), size = low + (u < y - low ? 1.0f : 0.0f);
             to[c] = (uint8_t)(int8_t)(sign ? -size : size);
         } else if (h->type == FP8) {
             to[c] = (uint8_t)(sign | narrow(y, u, 3, 7));
@@ -276,10 +325,10 @@ static inline uint8_t block_code(float ratio, int up) {
     return (uint8_t)(up && code < 0x7e && e4m3_to_float((uint8_t)code) < ratio ? code + 1 : code);
 }
 
-static inline uint8_t nibble(float x, float inverse, int type, float u) {
+static inline uint8_t random_nibble(float x, float inverse, int type, float u) {
     float y = units(x, inverse, top_of(type)), place = y;
-    if (type == NVFP4) place = y < 2 ? 2 * y : y < 4 ? y + 2 : y / 2 + 4;
-    float low = floorf(place), code = u >= 0 ? low + (u < place - low ? 1.0f : 0.0f) : rintf(place);
+    if (type == NVFP4) place = y < 2 ? 2 * y : y < 4 ? y + 2 : y / 2 + 4; /* the levels are whole numbers here */
+    float low = floorf(place), code = low + (u < place - low ? 1.0f : 0.0f);
     uint32_t sign = bits_of(x) >> 31;
     if (type == NVFP4) return (uint8_t)((uint32_t)code | sign << 3);
     return (uint8_t)((int32_t)(sign ? -code : code) & 15);
@@ -294,10 +343,14 @@ static void encode_blocks(const Head *h, int64_t p, const float *x, int64_t K, f
         uint32_t largest = n > 0 ? largest_bits(x + first, n) : 0;
         scales[j] = largest >= 0x7f800000 ? 0x7f : block_code(float_of(largest) * factor, rounding->stochastic);
         float inverse = scales[j] == 0x7f ? 0 : reciprocal(e4m3_to_float(scales[j]) * *h->head);
-        uint8_t *restrict to = codes + (first < half ? first : first - half);
-        int shift = first < half ? 0 : 4;
-        for (int64_t c = 0; inverse > 0 && c < n; c++)
-            to[c] |= nibble(x[first + c], inverse, h->type, rounding->stochastic ? random_at(rounding, first + c) : -1) << shift;
+        if (!(inverse > 0)) continue;
+        uint8_t each[SCALED_BLOCK] = {0}, *to = codes + (first < half ? first : first - half);
+        if (!rounding->stochastic)
+            nearest_nibbles(each, x + first, n, inverse, h->type);
+        else
+            for (int64_t c = 0; c < n; c++)
+                each[c] = random_nibble(x[first + c], inverse, h->type, random_at(rounding, first + c));
+        for (int c = 0; c < SCALED_BLOCK; c++) to[c] |= (uint8_t)(each[c] << (first < half ? 0 : 4));
     }
 }
 
