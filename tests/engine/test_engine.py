@@ -127,6 +127,7 @@ def test_what_cannot_fit_is_refused_before_anything_runs():
             ([], few, "at least one token"),
             ([5] * 60, Params(max_tokens=5), "do not fit into max_length=64"),
             ([5, 4000], few, "expected token ids"),
+            ([5], Params(max_tokens=4, logprobs=200), "logprobs: expected at most 128"),
             ("text", few, "needs the engine's tokenizer"),
             ([5], Params(max_tokens=4, stop="x"), "need the engine's tokenizer"),
         ]:
@@ -134,6 +135,7 @@ def test_what_cannot_fit_is_refused_before_anything_runs():
                 served.generate([[5, 6], ids], params)
             served.step()
             assert served.idle
+        assert served.generate(torch.tensor([5, 6]), few)[0].tokens == served.generate([5, 6], few)[0].tokens
         full = served.generate([[5] * 60], Params(max_tokens=None))[0]
         assert (len(full.tokens), full.samples[0].finish) == (4, "length")
 

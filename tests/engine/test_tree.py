@@ -1,5 +1,8 @@
 """Drafts: merging, depth, and the way that the target goes."""
 
+import pytest
+
+from replayssm import ReplayError
 from replayssm.engine import Draft
 
 
@@ -20,3 +23,18 @@ def test_merged_chains_share_their_beginning():
     assert draft.follow([5, 0, 0, 0, 0, 9]) == ([0, 5], [5, 9])
     assert draft.follow([1, 2, 4, 0, 8, 0]) == ([0, 1, 2, 4], [1, 2, 4, 8])
     assert Draft.merged([[1, 2, 3], [4]], 2).tokens == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("draft", "match"),
+    [
+        (Draft([1, 2], [-1]), "2 tokens, but 1 parents"),
+        (Draft.chain([1, 2, 3, 4]), "at most 3 tokens and proposed 4"),
+        (Draft.chain([1, 9]), "0…8, got 9"),
+        (Draft([1, 2], [1, -1]), "parents come before children"),
+    ],
+)
+def test_what_a_drafter_may_not_propose(draft, match):
+    with pytest.raises(ReplayError, match=match):
+        draft.check(3, 9)
+    Draft.chain([1, 2, 8]).check(3, 9)

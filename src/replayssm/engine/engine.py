@@ -91,8 +91,8 @@ class Engine:
             raise
         self.prefix = PrefixCache(chunk, prefix_memory)
         self.scheduler = Scheduler(self.runner, self.prefix, drafter)
-        self._loop = Loop(self.runner, self.scheduler, drafter, chunk, _end_tokens(model))
         self._vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._loop = Loop(self.runner, self.scheduler, drafter, chunk, self._vocabulary, _end_tokens(model))
         self._requests = 0
 
     def __enter__(self) -> Engine:
@@ -115,7 +115,7 @@ class Engine:
 
         Raises:
             ReplayError: the prompt is empty or has tokens that the model has not, or prompt and ``max_tokens`` do not
-                fit into ``max_length``, or text is wanted without a tokenizer.
+                fit into ``max_length``, or stop strings are asked for without a tokenizer.
         """
         params = Params() if params is None else params
         tokens = self._tokens(prompt)
@@ -124,6 +124,10 @@ class Engine:
         if len(tokens) + new > limit:
             raise ReplayError(
                 f"prompt: {len(tokens)} tokens and max_tokens={new} do not fit into max_length={limit} of this engine"
+            )
+        if params.logprobs is not None and params.logprobs > self._vocabulary:
+            raise ReplayError(
+                f"logprobs: expected at most {self._vocabulary}, got {params.logprobs}"
             )
         if params.stop and self.tokenizer is None:
             raise ReplayError("stop: stop strings need the engine's tokenizer")
@@ -203,6 +207,7 @@ class Engine:
                     self.cancel(request)
 
     def _submit_all(self, prompts: Any, params: Any) -> list[Request]:
+        prompts = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Prompt] = [prompts] if single else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(listed)

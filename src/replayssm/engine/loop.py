@@ -67,11 +67,17 @@ class Loop:
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, drafter: Drafter | None, chunk: int, ends: frozenset[int]
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        drafter: Drafter | None,
+        chunk: int,
+        vocabulary: int,
+        ends: frozenset[int],
     ) -> None:
         """``chunk``: parts of prompts end at its multiples. ``ends``: the model's end-of-text tokens."""
         self.runner, self.scheduler, self.drafter = runner, scheduler, drafter
-        self.chunk, self.ends = chunk, ends
+        self.chunk, self.vocabulary, self.ends = chunk, vocabulary, ends
         self.counters = Counters()
         self.news: list[Event] = []
 
@@ -138,6 +144,8 @@ class Loop:
                 asks[sample] = Ask(sample.key, sample.known, depth, most, self._point(sample, []))
         if asks:
             drafts.update(zip(asks, self.drafter.propose(list(asks.values())), strict=True))
+        for sample, ask in asks.items():
+            drafts[sample].check(ask.limit, self.vocabulary)
         return drafts
 
     def _run(self, work: list[Work]) -> list[Event]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from replayssm import ReplayError
+
 
 @dataclass
 class Draft:
@@ -56,6 +58,18 @@ class Draft:
             found.append(self.tokens[node])
             node = self.parents[node]
         return found[::-1]
+
+    def check(self, limit: int, vocabulary: int) -> None:
+        """Raise unless these are at most ``limit`` tokens of the model, parents before children."""
+        if len(self.parents) != len(self.tokens):
+            raise ReplayError(f"draft: {len(self.tokens)} tokens, but {len(self.parents)} parents")
+        if self.size > limit:
+            raise ReplayError(f"draft: the drafter was asked for at most {limit} tokens and proposed {self.size}")
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if not 0 <= token < vocabulary:
+                raise ReplayError(f"draft: expected token ids 0…{vocabulary - 1}, got {token}")
+            if not -1 <= parent < node:
+                raise ReplayError(f"draft: token {node} has parent {parent}; parents come before children")
 
     @property
     def size(self) -> int:
