@@ -194,7 +194,7 @@ def replay_times(captured: torch.cuda.CUDAGraph, times: int) -> list[float]:
 
 def ceilings() -> dict[str, float]:
     """Bytes a second that this GPU reads, and copies (read plus written), in TB/s."""
-    x = torch.empty(1 << 30, dtype=torch.float32, device=DEVICE).normal_()
+    x = torch.empty(1 << 28, dtype=torch.float32, device=DEVICE).normal_()
     y = torch.empty_like(x)
     copy = statistics.median(replay_times(graph(lambda: y.copy_(x)), 5))
     read = statistics.median(replay_times(graph(lambda: torch.sum(x.view(4096, -1), 1)), 5))

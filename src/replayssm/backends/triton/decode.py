@@ -158,7 +158,6 @@ def decode_kernel(
         p = tile * S.BP + tl.arange(0, S.BP)
         inside = p < S.P
         state = layer.state + where * strides.state + (head * S.P + tile * S.BP) * S.K
-        states = load_entries(state, tl.arange(0, S.BP), inside & live, K, S)
         entries = head * S.W
         value = layer.value + where * strides.value + entries * S.P
         weight = layer.weight + where * strides.weight + entries
@@ -174,10 +173,14 @@ def decode_kernel(
             past_q, past_k = read_entries(value, score_q * reach, score_k * reach, e, old, p, inside, S)
         else:
             past_q, past_k = read_entries(written, score_q * reach, score_k * reach, e, old, p, inside, S)
+        # Loaded ahead by the pipeline; taken where they are needed, so that few registers hold them.
         sums_q, sums_k = tl.full([S.BP, S.BK], 0.0, tl.float32), tl.full([S.BP, S.BK], 0.0, tl.float32)
         for part in tl.static_range(C):
-            sums_q += states[part].to(tl.float32) * probes_q[part]
-            sums_k += states[part].to(tl.float32) * probes_k[part]
+            along = part * S.BK + tl.arange(0, S.BK)[None, :]
+            at = state + tl.arange(0, S.BP)[:, None] * S.K + along
+            s = tl.load(at, mask=(inside & live)[:, None] & (along < S.K), other=0.0).to(tl.float32)
+            sums_q += s * probes_q[part]
+            sums_k += s * probes_k[part]
         far = tl.exp(total + g)
         seen_q = (tl.sum(sums_q, 1) * far + past_q) * q_scale
         seen_k = (tl.sum(sums_k, 1) * far + past_k) * k_scale

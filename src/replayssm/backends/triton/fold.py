@@ -15,7 +15,7 @@ import triton.language as tl
 
 from replayssm.backends.triton.gates import load_or
 from replayssm.backends.triton.quant import stored
-from replayssm.backends.triton.tile import between, product, solve
+from replayssm.backends.triton.tile import between, pairs_by_channel, product, solve
 
 
 @triton.jit
@@ -32,29 +32,7 @@ def tensor_of(table, layer, column: tl.constexpr, slot, DTYPE: tl.constexpr, TYP
 
 
 @triton.jit
-def scores_by_channel(past, key, first, last, columns, S: tl.constexpr):
-    """Σ_c k_i[c] k_j[c] exp(g_{j+1}[c] + … + g_i[c]) for the entries j < i of a block: [BE, BE].
-
-    Row after row, with the earlier keys decayed step by step: BE · K exponentials instead of BE² · K.
-    """
-    wide = columns < S.K
-    rank = tl.arange(0, S.BE)
-    BE: tl.constexpr = S.BE
-    decayed = tl.full([S.BE, S.BK], 0.0, tl.float32)
-    by_column = tl.full([S.BE, S.BE], 0.0, tl.float32)
-    for i in range(BE):
-        there = wide & (first + i < last)
-        g = tl.load(past + (first + i) * S.K + columns, mask=there, other=0.0)
-        k = tl.load(key + (first + i) * S.K + columns, mask=there, other=0.0).to(tl.float32)
-        decayed *= tl.exp(g)[None, :]
-        scores = tl.sum(decayed * k[None, :], 1)
-        by_column = tl.where((rank == i)[None, :], scores[:, None], by_column)
-        decayed = tl.where((rank == i)[:, None], k[None, :], decayed)
-    return tl.trans(by_column)
-
-
-@triton.jit
-def block_by_channel(past, key, k, first, last, columns, S: tl.constexpr):
+def block_by_channel(past, k, first, last, columns, S: tl.constexpr):
     """Keys of a block as probes of the state before it, decayed to its end, scores among them, and the total decay."""
     if past is None:
         return k, k, product(k, tl.trans(k), S), 0.0
@@ -65,7 +43,9 @@ def block_by_channel(past, key, k, first, last, columns, S: tl.constexpr):
         g = tl.load(past + at, mask=(e < last)[:, None] & wide, other=0.0)
         later = tl.load(past + S.K + at, mask=(e + 1 < last)[:, None] & wide, other=0.0)
         wide_k = k.to(tl.float32)
-        scores = scores_by_channel(past, key, first, last, columns, S)
+        i = tl.arange(0, S.BE)
+        BE: tl.constexpr = S.BE
+        scores = pairs_by_channel(wide_k, g, i, i >= 0, BE, S)
         after = tl.exp(tl.cumsum(later, 0, reverse=True))
         return wide_k * tl.exp(tl.cumsum(g, 0)), wide_k * after, scores, tl.sum(g, 0)[None, :]
 
@@ -95,7 +75,7 @@ def advance(s, key, value, weight, decay, channels, key_scale, first, length, p,
     later = load_or(decay, e + 1, e + 1 < last, 0.0)
     i = tl.arange(0, S.BE)
     line = i[None, :] <= i[:, None]
-    probe, after, scores, total = block_by_channel(channels, key, k, first, last, columns, S)
+    probe, after, scores, total = block_by_channel(channels, k, first, last, columns, S)
     seen = product(probe, tl.trans(s), S) * (tl.exp(tl.cumsum(g, 0)) * scale)[:, None]
     among = scores * tl.exp(between(g, line, i >= 0, S)) * scale[:, None] * scale[None, :]
     among = tl.where(i[None, :] < i[:, None], among, 0.0)

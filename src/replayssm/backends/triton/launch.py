@@ -98,12 +98,13 @@ class Tile:
 
 
 def tile_key(kernel: str, layout: Layout) -> str:
-    """The name of a tile in a table: what a kernel's speed depends on."""
+    """The name of a tile in a table: what a kernel's speed depends on. ``kernel`` is "step" or "fold"."""
     r, width = layout.recurrence, layout.precision.checkpoint
-    kind = "decode" if layout.max_draft == 1 else "verify"
-    size = f"{layout.head_dim}x{layout.state_dim}"
+    if kernel == "step":
+        kernel = "decode" if layout.max_draft == 1 else "verify"
     assert isinstance(width, torch.dtype)
-    return f"{kernel}/{kind}/{r.decay}/{r.update}/{size}/{checks.dtype_name(width)}"
+    size = f"{layout.head_dim}x{layout.state_dim}"
+    return f"{kernel}/{r.decay}/{r.update}/{size}/{checks.dtype_name(width)}"
 
 
 @functools.cache
@@ -118,7 +119,8 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
 
     Heuristic: 32 KiB of float32 state a tile, cut so that its rows divide head_dim where that leaves 16 or more. Decode
     takes columns in parts of 32 (one reduction at the end), a warp for 16 rows, and at most 128 registers a thread so
-    that four programs fit a multiprocessor; products take all columns and four warps.
+    that four programs fit a multiprocessor; products take all columns and four warps (eight where a decay per channel
+    needs the registers).
     """
     if device.type == "cuda":
         found = tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout))
@@ -128,10 +130,12 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     rows = max(16, min(64, triton.next_power_of_2(layout.head_dim), 8192 // columns))
     while rows > 16 and layout.head_dim % rows:
         rows //= 2
+    if kernel == "fold" and layout.recurrence.decay == "channel":
+        return Tile(rows, columns, 8, programs=1)
     if kernel == "fold":
         return Tile(rows, columns, 4, programs=2)
     if layout.max_draft > 1:
-        return Tile(rows, columns, 4, stages=1)
+        return Tile(rows, columns, 4, stages=3)
     return Tile(rows, min(columns, 32), max(1, rows // 16), registers=128)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from replayssm.backends.triton.gates import channel_gates, head_gates, load_or, unit_scales
-from replayssm.backends.triton.tile import ancestors, between, exact, product, solve
+from replayssm.backends.triton.tile import ancestors, between, exact, pairs_by_channel, product, solve
 
 # What is wrong with a row, as ``launch`` words it.
 BAD_SLOT = tl.constexpr(1)
@@ -76,32 +76,8 @@ def decay_of_entries(decay, e, length):
 
 
 @triton.jit
-def pairs_of_chain(inputs, strides, start, count, group, head, columns, low, high, S: tl.constexpr):
-    """Σ_c x_i[c] k_j[c] exp(g_{j+1}[c] + … + g_i[c]) for drafts j ≤ i of a chain: [M, M], keys in the columns.
-
-    Token after token, with the earlier keys decayed step by step: T · K exponentials instead of T² · K.
-    """
-    T: tl.constexpr = S.T
-    rank = tl.arange(0, 2 * S.BT)
-    decayed = tl.full([2 * S.BT, S.BK], 0.0, tl.float32)
-    by_key = tl.full([2 * S.BT, 2 * S.BT], 0.0, tl.float32)
-    for i in range(T):
-        token = start.to(tl.int64) + i
-        there = (columns < S.K) & (i < count)
-        at = group * S.K + columns
-        q = tl.load(inputs.q + token * strides.q + at, mask=there, other=0.0).to(tl.float32)
-        k = tl.load(inputs.k + token * strides.k + at, mask=there, other=0.0).to(tl.float32)
-        g = channel_gates(inputs, strides, token, there, head, columns, low, high, S)
-        decayed *= tl.exp(g)[None, :]
-        by_key = tl.where((rank == S.BT + i)[None, :], tl.sum(decayed * k[None, :], 1)[:, None], by_key)
-        decayed = tl.where((rank == S.BT + i)[:, None], k[None, :], decayed)
-        by_key = tl.where((rank == i)[None, :], tl.sum(decayed * q[None, :], 1)[:, None], by_key)
-    return tl.trans(by_key)
-
-
-@triton.jit
 def pairs_of_tree(x, g, line, mine, S: tl.constexpr):
-    """The same for a tree: every token's path anew."""
+    """Σ_c x_i[c] k_j[c] exp(Σ g_m[c] over the path from j to i) in a tree: [M, M], every token's path anew."""
     T: tl.constexpr = S.T
     rank = tl.arange(0, 2 * S.BT)
     once = tl.where(mine[:, None], g, 0.0)
@@ -119,7 +95,7 @@ def pairs_of_tree(x, g, line, mine, S: tl.constexpr):
 
 @triton.jit
 def channel_decay(
-    past, inputs, strides, keys, x, e, length, token, valid, head, group, columns, start, count, line, mine, low, high,
+    past, inputs, strides, keys, x, e, length, token, valid, head, columns, place, t, line, mine, low, high,
     S: tl.constexpr,
 ):  # fmt: skip
     """With a decay per channel: keys decayed to now, x as probes of the checkpoint and of the entries, scores among x.
@@ -137,7 +113,6 @@ def channel_decay(
         total = (tl.sum(later, 0) + first)[None, :]
         inside = valid[:, None] & wide
         g = channel_gates(inputs, strides, token[:, None], inside, head, columns[None, :], low, high, S)
-        place = length + (token - start)
         tl.store(past + place[:, None] * S.K + columns[None, :], g, mask=inside & mine[:, None])
         x = x.to(tl.float32)
         decayed = keys.to(tl.float32) * tl.exp(tl.cumsum(later, 0, reverse=True))
@@ -145,7 +120,9 @@ def channel_decay(
         if S.tree:
             scores = pairs_of_tree(x, g, line, mine, S)
         else:
-            scores = pairs_of_chain(inputs, strides, start, count, group, head, columns, low, high, S)
+            T: tl.constexpr = S.T
+            own = tl.where(t[:, None] == t[None, :], product(x, tl.trans(x), S), 0.0)
+            scores = own + pairs_by_channel(x, g, t, mine, T, S)
         return decayed, x * tl.exp(along + total), x * tl.exp(along), scores
 
 
@@ -221,8 +198,8 @@ def step_kernel(
     q_scale, k_scale = unit_scales(squares, squares, S)
     scale = tl.where(is_k, k_scale, q_scale)
     keys, far, near, scores = channel_decay(
-        channels, inputs, token_strides, keys, x, e, known, token, valid, shared, group, columns, start, count, line,
-        is_k, low, high, S,
+        channels, inputs, token_strides, keys, x, e, known, token, valid, shared, columns, place, t, line, is_k, low,
+        high, S,
     )  # fmt: skip
     # Scales and a head's decay go on afterwards, to a few numbers instead of to the state.
     scores = tl.where(line & is_k[None, :], scores * scale[:, None] * scale[None, :], 0.0)
