@@ -14,6 +14,7 @@
 #include <stdlib.h>
 
 enum { BLOCK = 4 };  /* rows of the state together: independent sums hide the latency of the additions */
+enum { FOLDED = 8 }; /* rows of the state that a fold takes through all tokens: four sums at a time, one after the other */
 enum { AHEAD = 4096 }; /* bytes of the state to ask for in advance: four rows at once confuse the hardware's guess */
 
 typedef struct {
@@ -376,18 +377,20 @@ static inline void advance_token(float *restrict s, const float *restrict before
     sums[0] = a0, sums[1] = a1, sums[2] = a2, sums[3] = a3;
 }
 
-/* Four rows p… of the state through all committed entries. u = beta (v - S k) or beta v. */
+/* FOLDED rows p… of the state through all committed entries. u = beta (v - S k) or beta v. */
 static void advance_block(float *s, const Layer *l, const float *keys, const float *decays, const float *values,
                           const float *weight, int64_t entries, int64_t p, int64_t rows) {
     int64_t K = l->state_dim, P = l->head_dim;
-    float u[BLOCK] = {0}, sums[BLOCK];
+    float u[FOLDED] = {0}, sums[FOLDED];
     const float *before = keys;
     for (int64_t j = 0; j < entries; j++) {
         const float *k = keys + j * K;
-        if (l->channel)
-            advance_token(s, before, u, decays + j * K, 1, k, sums, K);
-        else
-            advance_token(s, before, u, decays + j, 0, k, sums, K);
+        for (int64_t r = 0; r < rows; r += BLOCK) {
+            if (l->channel)
+                advance_token(s + r * K, before, u + r, decays + j * K, 1, k, sums + r, K);
+            else
+                advance_token(s + r * K, before, u + r, decays + j, 0, k, sums + r, K);
+        }
         for (int64_t r = 0; r < rows; r++)
             u[r] = weight[j] * (values[j * P + p + r] - (l->delta ? sums[r] : 0));
         before = k;
@@ -411,11 +414,11 @@ int replay_fold(const Layer *l, const Goal *goal, int64_t first, int64_t last) {
     int64_t K = l->state_dim, P = l->head_dim, G = l->groups, D = l->channel ? K : 1, W = l->window, E = 0;
     for (int64_t row = first / G; row <= (last - 1) / G; row++)
         if (l->length[row] > E) E = l->length[row];
-    float *memory = malloc((E * (K + D + P) + BLOCK * K + P * K + 2 * 32 + 5 * 16) * sizeof(float)), *rest = memory;
+    float *memory = malloc((E * (K + D + P) + FOLDED * K + P * K + 2 * 32 + 5 * 16) * sizeof(float)), *rest = memory;
     if (!memory) return 1;
     float *keys = carve(&rest, E * K), *decays = carve(&rest, E * D), *values = carve(&rest, E * P);
-    float *block = carve(&rest, BLOCK * K + 32), *whole = carve(&rest, P * K + 32);
-    memset(block, 0, BLOCK * K * sizeof(float));
+    float *block = carve(&rest, FOLDED * K + 32), *whole = carve(&rest, P * K + 32);
+    memset(block, 0, FOLDED * K * sizeof(float));
     for (int64_t item = first; item < last; item++) {
         int64_t row = item / G, group = item % G, repeat = l->heads / G, entries = l->length[row], slot = l->slots[row];
         load_keys(keys, l, slot, group, entries);
@@ -427,8 +430,8 @@ int replay_fold(const Layer *l, const Goal *goal, int64_t first, int64_t last) {
             Head state = head_of(&l->state, slot, head, P, K);
             Head target = head_of(&goal->target, goal->places[row], head, P, K);
             float *rows_out = target.type == F32 ? (float *)target.codes : whole;
-            for (int64_t p = 0; p < P; p += BLOCK) {
-                int64_t rows = P - p < BLOCK ? P - p : BLOCK, bytes = size_of(state.type, K);
+            for (int64_t p = 0; p < P; p += FOLDED) {
+                int64_t rows = P - p < FOLDED ? P - p : FOLDED, bytes = size_of(state.type, K);
                 prefetch(state.codes + p * bytes, rows * bytes);
                 load_rows(block, &state, p, rows, K);
                 advance_block(block, l, keys, decays, values, weight, entries, p, rows);

@@ -12,7 +12,6 @@ static inline Vector of_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_
 
 /* Elements c… of a row without block scales. An fp8 code read as a half is 2^8 too small: see ``fused_scale``. */
 static inline __attribute__((always_inline)) Vector take(const char *row, int64_t c, int type) {
-    if (type == F32) return _mm512_loadu_ps((const float *)row + c);
     if (type == INT8) return of_bytes(_mm_loadu_si128((const __m128i *)(row + c)));
     if (type == FP8) {
         __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + c))), 7);
@@ -54,7 +53,8 @@ static inline __attribute__((always_inline)) void fused_rows(float *out, const H
         const char *row = h->codes + p * bytes;
         Vector a[4], b[4];
         for (int r = 0; r < 4; r++) a[r] = b[r] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < 4 * bytes; i += 64) __builtin_prefetch(row + 4096 + i);
+        /* Long rows are left to the hardware's own guess: asking as well made them slower. */
+        for (int64_t i = 0; bytes < 256 && i < 4 * bytes; i += 64) __builtin_prefetch(row + 4096 + i);
         for (int64_t c = 0; c < K; c += LANES) {
             Vector x0 = _mm512_loadu_ps(x + c), x1 = two ? _mm512_loadu_ps(x + K + c) : x0;
             for (int r = 0; r < 4; r++) {
@@ -100,9 +100,10 @@ static inline __attribute__((always_inline)) void fused_blocks(float *out, const
     }
 }
 
-/* 1 where it computed out[n, p], 0 where the sizes do not fit. ``scratch`` has room for four rows' scales. */
+/* 1 where it computed out[n, p], 0 where it leaves that to others: other sizes, and float32, which is as fast as the
+   memory without it (and was slower with it). ``scratch`` has room for four rows' scales. */
 static int read_fused(float *out, const Head *h, const float *x, int64_t count, int64_t P, int64_t K, float *scratch) {
-    if (count < 1 || count > 2 || P % 4 || K % (block_scaled(h->type) ? 2 * LANES : LANES)) return 0;
+    if (h->type == F32 || count < 1 || count > 2 || P % 4 || K % (block_scaled(h->type) ? 2 * LANES : LANES)) return 0;
     switch (h->type) {
 #define CASE(TYPE, CALL)                                                                                               \
     case TYPE:                                                                                                         \
@@ -111,7 +112,6 @@ static int read_fused(float *out, const Head *h, const float *x, int64_t count, 
         else                                                                                                           \
             CALL(out, h, x, P, K, TYPE, 0, scratch);                                                                   \
         break;
-        CASE(F32, fused_rows)
         CASE(BF16, fused_rows)
         CASE(F16, fused_rows)
         CASE(FP8, fused_rows)
