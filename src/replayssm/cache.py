@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replayssm import backends, checks, precision, transfer
+from replayssm import backends, checks, compiled, precision, transfer
 from replayssm.checks import ReplayError
 from replayssm.host import Host
 from replayssm.layout import Conv, Layout
@@ -70,6 +70,9 @@ class ReplayCache:
             self._position = torch.zeros_like(self.length)
             # Uncommitted tokens by layer: of the recurrence (0) and of the convolution (1).
             self._drafts = torch.zeros((2, self.layers, slots), dtype=torch.int32, device=self.device)
+            # What operators of a compiled graph claim to change, so that they keep their order; never written.
+            self.order = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.number = compiled.register(self)
         self.verbs = backends.kernels(self) or Host(self)
 
     @classmethod
@@ -225,7 +228,10 @@ class ReplayCache:
             ReplayError: a count outside 0…drafted, a path that is none, or a layer that was not stepped. Nothing was
                 written.
         """
-        self.verbs.commit(rows, accepted, path)
+        if torch.compiler.is_compiling():
+            compiled.commit(self, rows, accepted, path)  # type: ignore[arg-type]
+        else:
+            self.verbs.commit(rows, accepted, path)
 
     @torch.no_grad()
     def fold(self, slots: Integers) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from replayssm import checks
+from replayssm import checks, compiled
 from replayssm.cache import CacheLayer
 from replayssm.checks import ReplayError
 from replayssm.rows import Rows
@@ -38,6 +38,8 @@ def conv_step(
     Raises:
         ReplayError: as ``step``. Nothing was written.
     """
+    if torch.compiler.is_compiling():
+        return compiled.conv_step(layer.cache, layer.index, x, weight, bias, rows, activation)
     if not isinstance(layer, CacheLayer):
         raise ReplayError(f"layer: expected cache[i], got {type(layer).__name__}")
     cache, layout = layer.cache, layer.cache.layout
@@ -56,3 +58,6 @@ def conv_step(
         checks.dtype(name, tensor, (layout.dtype, torch.float32))
         checks.device(name, tensor, cache.device)
     return cache.verbs.conv_step(layer.index, x, weight, bias, rows, activation)
+
+
+compiled.eager["conv_step"] = conv_step

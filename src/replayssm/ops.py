@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm import compiled
 from replayssm.cache import CacheLayer
 from replayssm.checks import ReplayError
 from replayssm.inputs import Inputs
@@ -30,6 +31,8 @@ def step(layer: CacheLayer, inputs: Inputs, rows: Rows) -> Tensor:
         ReplayError: a shape, dtype, device, slot or count that does not fit, or a row whose earlier drafts were
             neither committed nor dropped. Nothing was written.
     """
+    if torch.compiler.is_compiling():
+        return compiled.step(layer.cache, layer.index, inputs, rows)
     if not isinstance(layer, CacheLayer):
         raise ReplayError(f"layer: expected cache[i], got {type(layer).__name__}")
     if not hasattr(inputs, "lower"):
@@ -39,3 +42,6 @@ def step(layer: CacheLayer, inputs: Inputs, rows: Rows) -> Tensor:
     cache, layout = layer.cache, layer.cache.layout
     inputs.check(layout, cache.device)
     return cache.verbs.step(layer.index, inputs, rows)
+
+
+compiled.eager["step"] = step

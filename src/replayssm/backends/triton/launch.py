@@ -514,6 +514,12 @@ def _expect_supported(layout: Layout, device: torch.device) -> None:
     for name, value, fits, supported in wanted:
         if not fits(value):
             raise ReplayError(f"{name}: got {value}, the kernels for {device} support {supported}")
+    for name, spec in layout.tensors.items():
+        if name not in (*COLUMNS, "read_copy", "conv") or spec.dtype not in ELEMENT:
+            raise ReplayError(
+                f"precision: the kernels for {device} support float32, bfloat16 and float16; the layout has {name} as "
+                f"{checks.dtype_name(spec.dtype)}"
+            )
 
 
 def _layer_args(tensors: dict[str, Tensor], layout: Layout, index: int) -> tuple[Layer, Layer]:
