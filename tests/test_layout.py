@@ -39,6 +39,60 @@ def test_names_and_dtypes_of_precision_are_the_same() -> None:
     assert Precision() == Precision(torch.float32, None, None, "nearest")
 
 
+def test_formats_with_scales_keep_their_names() -> None:
+    assert Precision("fp8").checkpoint == "fp8"
+    assert Precision(torch.float8_e4m3fn, torch.int8) == Precision("fp8", "int8")
+    assert Precision(torch.float8_e5m2).checkpoint == "fp8_e5m2"
+    assert Precision("int8", "nvfp4", "bf16x2").name == "int8+nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("float32", Precision()),
+        ("fp32+bf16", Precision(read_copy="bf16")),
+        ("float32+fp8", Precision(read_copy="fp8")),
+        ("float32+nvfp4", Precision(read_copy="nvfp4")),
+        ("float32+int4", Precision(read_copy="int4")),
+        ("fp16sr", Precision("fp16", rounding="stochastic")),
+        ("fp16sr+nvfp4", Precision("fp16", "nvfp4", rounding="stochastic")),
+        ("fp16sr+fp8", Precision("fp16", "fp8", rounding="stochastic")),
+        ("fp8", Precision("fp8")),
+        ("fp8_e5m2sr", Precision("fp8_e5m2", rounding="stochastic")),
+        ("nvfp4", Precision("nvfp4")),
+        ("int8", Precision("int8")),
+    ],
+)
+def test_presets(name: str, policy: Precision) -> None:
+    assert Precision.preset(name) == policy
+    assert Precision.preset(policy.name) == policy
+    Layout(GDN, **SIZES, precision=policy)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "fp7", "float32+", "float32+fp7", "+fp8", "fp32+fp32", "sr", "nvfp4+bf16x2", "auto"]
+)
+def test_no_preset(name: str) -> None:
+    with pytest.raises(ReplayError, match=r"expected a checkpoint .fp64, fp32, bf16, fp16, fp8, .* nvfp4.*such as"):
+        Precision.preset(name)
+
+
+def test_tensors_of_formats_with_scales() -> None:
+    layout = Layout(MAMBA2, 4, 2, 8, 40, precision=Precision("int8", "nvfp4", rounding="stochastic"))
+    assert layout.state_shape == (4, 8, 40)
+    assert {name: (spec.shape, spec.dtype) for name, spec in layout.tensors.items() if not spec.entries} == {
+        "checkpoint": ((4, 8, 40), torch.int8),
+        "checkpoint_scale": ((4, 8), torch.float32),
+        "read_copy": ((4, 8, 32), torch.uint8),  # 40 elements, padded to 64
+        "read_copy_scale": ((4, 8, 4), torch.float8_e4m3fn),
+        "read_copy_head_scale": ((4,), torch.float32),
+    }
+    for buffer, extra in (("bf16x2", "written_low"), ("fp16_scaled", "written_scale")):
+        tensors = Layout(GDN, **SIZES, precision=Precision(buffer=buffer)).tensors
+        assert tensors[extra].entries
+        assert tensors["written"].shape == (32, 16, 128)
+
+
 def test_tensors_of_a_gdn_slot() -> None:
     layout = Layout(GDN, **SIZES, window=16, max_draft=5, precision=Precision(read_copy="bf16"), conv=Conv(10, 4))
     wanted = {

@@ -13,6 +13,7 @@ from replayssm.plan import (
     Traffic,
     best_window,
     capacity,
+    choose_precision,
     conventional_step,
     gpus,
     predict,
@@ -21,7 +22,7 @@ from replayssm.plan import (
     resolve,
     shipped,
 )
-from replayssm.plan.traffic import entry_bytes, inputs_bytes, state_bytes
+from replayssm.plan.traffic import entry_bytes, inputs_bytes, replay_read, state_bytes
 
 H200 = gpus()["h200"]
 SUPER = Layout(MAMBA2, heads=128, groups=8, head_dim=64, state_dim=128)  # Nemotron-3 Super
@@ -205,3 +206,24 @@ def test_every_shipped_model_is_explained_on_every_gpu(name, gpu):
     assert document["model"]["source"]
     text = json.dumps(document, allow_nan=False)
     assert json.loads(text) == document
+
+
+def test_precision_is_the_fastest_of_the_error_class():
+    for layout in (SUPER, QWEN):
+        one = choose_precision([layout], H200, 1, "coarse")
+        assert (one.precision, one.error) == (Precision(), "exact")
+        many = {error: choose_precision([layout], H200, 256, error) for error in ("exact", "fine", "close", "coarse")}
+        assert [choice.precision.name for choice in many.values()] == ["fp32", "fp32+bf16", "fp32+fp8", "fp32+nvfp4"]
+        times = list(many["coarse"].seconds.values())
+        assert times == sorted(times, reverse=True)
+        step = H200.replay + H200.seconds(replay_step(replace(layout, precision=Precision(read_copy="fp8"))) * 256)
+        assert many["coarse"].seconds["close"] == pytest.approx(step)
+
+
+def test_scales_are_traffic():
+    layout = replace(QWEN, precision=Precision("int8", "nvfp4"))
+    rows, elements = 64 * 128, 64 * 128 * 128
+    assert state_bytes(layout) == elements + 4 * rows
+    assert replay_read(layout, 0).read == elements // 2 + elements // 16 + 64 * 4
+    split, plain = (replay_read(replace(QWEN, precision=Precision(buffer=b)), 8) for b in ("bf16x2", "fp32"))
+    assert split.read == plain.read

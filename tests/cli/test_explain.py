@@ -56,6 +56,23 @@ def test_precision_names_checkpoint_and_read_copy():
     assert half["recurrent_bytes_per_token"]["conventional"] == wide["recurrent_bytes_per_token"]["conventional"]
 
 
+def test_presets_by_name():
+    found = document("qwen3.5-4b", "--precision", "fp16sr+nvfp4")["setting"]
+    assert (found["precision"], found["checkpoint"], found["read_copy"]) == ("fp16sr+nvfp4", "float16", "nvfp4")
+    wide, half = document("qwen3.5-4b"), document("qwen3.5-4b", "--precision", "int8")
+    state = wide["bytes_per_sequence"]["state"]
+    assert half["bytes_per_sequence"]["state"] == state // 4 + state // 128  # a float32 scale per row of 128
+
+
+def test_auto_takes_the_fastest_within_the_error():
+    small = document("qwen3.5-4b", "--precision", "auto", "--batch", "1")["setting"]
+    assert (small["precision"], small["auto"]) == ("fp32", {"batch": 1, "allowed": "close", "error": "exact"})
+    large = document("qwen3.5-4b", "--precision", "auto", "--error", "coarse")["setting"]
+    assert (large["precision"], large["auto"]["batch"]) == ("fp32+nvfp4", 512)
+    out = run("qwen3.5-4b", "--precision", "auto", "--batch", "512").stdout
+    assert "Precision for batch 512: fp32+fp8 (reads: close)." in out
+
+
 def test_memory_against_snapshots():
     rows = document("nemotron-3-super-120b-a12b", "--draft", "4", "--memory-gb", "60")["memory"]["rows"]
     plain, drafts = rows
@@ -86,7 +103,8 @@ def test_a_folder_and_a_file(tmp_path):
         (("zzz",), "Shipped: bamba-9b"),
         (("nowhere/config.json",), "no such file: nowhere/config.json"),
         (("qwen3.5-4b", "--gpu", "h20"), "did you mean 'h200'"),
-        (("qwen3.5-4b", "--precision", "fp99"), "checkpoint: got 'fp99'"),
+        (("qwen3.5-4b", "--precision", "fp99"), "precision: got 'fp99', expected a checkpoint (fp64, fp32, bf16, "),
+        (("qwen3.5-4b", "--precision", "auto", "--error", "none"), "error: got 'none', supported: 'exact', 'fine', "),
         (("qwen3.5-4b", "--draft", "17"), "17 drafts do not fit into window=16"),
     ],
 )

@@ -73,6 +73,19 @@ def test_json_document(cli, hybrid):
     assert stats["folds"] >= 1
 
 
+def test_presets_of_precision(cli, hybrid):
+    """Scales count as what they belong to; a full-precision checkpoint under a close copy says what stock says."""
+    sizes = {}
+    for preset in ("float32+int8", "nvfp4", "fp16sr+fp8"):
+        result = cli("generate", TEXT, "--model", hybrid, *FLAGS, "--precision", preset, "--json")
+        found = json.loads(result.stdout)["stats"]["sequence_bytes"]
+        sizes[preset] = (found["checkpoint"], found["read_copy"])
+    rows = 3 * 4 * 16  # layers, heads, head_dim, each of 16 elements
+    assert sizes["float32+int8"] == (rows * 64, rows * (16 + 4))
+    assert sizes["nvfp4"] == (rows * (16 + 2) + 3 * 4 * 4, 0)  # padded to 32 elements
+    assert sizes["fp16sr+fp8"] == (rows * 32, rows * 20)
+
+
 def test_stats_end_with_a_table(cli, hybrid, stock):
     result = cli("generate", TEXT, "--model", hybrid, "--speculate", "lookup:4", *FLAGS, "--stats")
     text, _, table = result.stdout.partition("┏")
@@ -131,7 +144,7 @@ def test_without_a_prompt_a_built_in_one_is_continued_and_said_so(cli, hybrid):
         (["x", "--speculate", "assistant:docs_gdn:-1"], "expected 1…256 drafts, got '-1'"),
         (["x", "--speculate", "magic"], "--speculate magic: expected lookup:8, assistant:PATH:4 or off"),
         (["x", "--speculate", "assistant"], "expected lookup:8, assistant:PATH:4 or off"),
-        (["x", "--precision", "fp7"], "checkpoint: got 'fp7'"),
+        (["x", "--precision", "fp7"], "precision: got 'fp7', expected a checkpoint"),
         (["x", "--dtype", "int3"], "--dtype int3: expected one of fp32, bf16, fp16, auto"),
         (["x", "--top-p", "0.9"], "--temperature above 0"),
         (["  "], "the prompt is empty"),

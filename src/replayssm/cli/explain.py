@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.table import Table
 
 from replayssm.layout import GDN, KDA, MAMBA2, Precision
-from replayssm.plan import Gpu, Setting, gpus, report, resolve
+from replayssm.plan import ERROR_CLASSES, Gpu, Setting, choose_precision, gpus, report, resolve
 
 from .common import UserError, command, console, human_bytes, human_time, print_json
 
@@ -28,7 +29,12 @@ def explain(
     memory_gb: Annotated[
         float | None, typer.Option(min=0, help="memory for sequences, GB (default: the GPU's, less the weights)")
     ] = None,
-    precision: Annotated[str, typer.Option(help="checkpoint, or checkpoint+read copy: fp32, bf16, fp32+bf16")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="a preset such as float32+fp8 or fp16sr+nvfp4, or auto: the fastest within --error")
+    ] = "fp32",
+    error: Annotated[
+        str, typer.Option(help=f"coarsest reads that auto may take: {', '.join(ERROR_CLASSES)}")
+    ] = "close",
     weight_bits: Annotated[float, typer.Option(min=1, help="bits per weight")] = 16.0,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
 ) -> None:
@@ -36,17 +42,17 @@ def explain(
 
     Every number is arithmetic on the config and on the GPU's bandwidth (docs/planning.md); nothing is measured here.
     """
-    checkpoint, _, read_copy = precision.partition("+")
-    setting = Setting(
-        window=window,
-        max_draft=draft,
-        acceptance=acceptance,
-        precision=Precision(checkpoint, read_copy or None),
-        context=context,
-        weight_bits=weight_bits,
-    )
+    policy = Precision() if precision == "auto" else Precision.preset(precision)
+    setting = Setting(window, draft, acceptance, policy, context, weight_bits)
+    shape, facts, batches = resolve(model), _gpu(gpu), tuple(batch or (1, 8, 64, 256, 512))
+    if precision == "auto":
+        layouts = [setting.layout(layout) for layout in shape.layouts]
+        choice = choose_precision(layouts, facts, max(batches), error, acceptance)
+        setting = replace(setting, precision=choice.precision)
     memory = None if memory_gb is None else memory_gb * 1e9
-    document = report(resolve(model), _gpu(gpu), setting, tuple(batch or (1, 8, 64, 256, 512)), memory)
+    document = report(shape, facts, setting, batches, memory)
+    if precision == "auto":
+        document["setting"] |= {"auto": {"batch": max(batches), "allowed": error, "error": choice.error}}
     if json:
         print_json(document)
     else:
@@ -78,6 +84,8 @@ def _show(document: dict[str, Any]) -> None:
         f"{human_bytes(moved['replay'])} with window {setting['window']}. Fewest bytes at window {best['window']}: "
         f"{human_bytes(best['bytes_per_token'])}."
     )
+    if auto := setting.get("auto"):
+        out.print(f"Precision for batch {auto['batch']}: {setting['precision']} (reads: {auto['error']}).")
     out.print(*_speeds(document), sep="\n")
     out.print(*_memory(document["memory"], document["gpu"]["name"]), sep="\n")
     out.print(

@@ -13,11 +13,12 @@ import typer
 from rich.table import Table
 
 from replayssm import models
+from replayssm.layout import Precision
 
 from . import setup
 from .common import UserError, command, console, human_bytes, human_time, print_json
 from .ledger import Ledger
-from .options import DTYPE, MODEL, WINDOW
+from .options import DTYPE, MODEL, PRECISION, WINDOW
 from .speculate import FORMS, Speculation
 
 
@@ -68,7 +69,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at most")] = 200,
     speculate: Annotated[str, typer.Option(help=f"where drafts come from: {FORMS}")] = "off",
     window: Annotated[int | None, WINDOW] = None,
-    precision: Annotated[str, typer.Option(help="checkpoint, or checkpoint+read copy: fp32, bf16, fp32+bf16")] = "fp32",
+    precision: Annotated[str, PRECISION] = "fp32",
     dtype: Annotated[str, DTYPE] = "fp32",
     temperature: Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token")] = 0.0,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="sample from this share of probability")] = None,
@@ -85,7 +86,7 @@ def generate(
     """Continue a prompt. The recurrent layers decode from a checkpoint and a buffer; the text is that of stock."""
     speculation = Speculation.parse(speculate)
     sampling = _sampling(temperature, top_p, top_k)
-    policy = setup.parse_precision(precision)
+    policy = Precision.preset(precision)
     text = _prompt(prompt, file, announce=not json)
     seed = torch.seed() % 2**31 if seed is None else seed
 

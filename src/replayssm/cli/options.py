@@ -7,3 +7,6 @@ DTYPE = typer.Option(help="weights and activations: fp32, bf16, fp16, or auto (a
 WINDOW = typer.Option(
     min=1, max=4096, help="entries of the buffer, drafts included (default: 16 + drafts)", show_default=False
 )
+PRECISION = typer.Option(
+    help="how states are stored: checkpoint[sr][+read copy], such as float32, float32+fp8, fp16sr+nvfp4, int8"
+)

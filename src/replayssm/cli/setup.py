@@ -1,4 +1,4 @@
-"""From what the user typed to a loaded model, a precision and a prompt."""
+"""From what the user typed to a loaded model and a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from replayssm import models
-from replayssm.layout import Precision
 
 from .common import UserError
 
@@ -49,12 +48,6 @@ def set_threads(model: Any, threads: int | None) -> None:
         threads = 1
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def parse_precision(text: str) -> Precision:
-    """``checkpoint`` or ``checkpoint+read copy``: fp32, bf16, fp32+bf16."""
-    checkpoint, _, read_copy = text.partition("+")
-    return Precision(checkpoint, read_copy or None)
 
 
 def read_text(path: Path) -> str:

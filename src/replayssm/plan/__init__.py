@@ -1,10 +1,12 @@
 """What a model moves, how long that takes and how much fits: arithmetic on shapes, without a tensor.
 
 Read in this order: `shape` (a config becomes blocks), `families` (which attribute means what), `traffic` (bytes),
-`gpus` (facts), `predict` (times, windows, capacities), `resolve` (names and files become configs).
+`gpus` (facts), `predict` (times, windows, capacities), `auto` (which precision), `resolve` (names and files become
+configs).
 docs/planning.md has the formulas.
 """
 
+from .auto import ERROR_CLASSES, Choice, choose_precision
 from .gpus import Gpu, gpus
 from .predict import Capacity, Prediction, Setting, best_window, capacity, predict
 from .report import report
@@ -13,8 +15,10 @@ from .shape import Block, ModelShape
 from .traffic import Cycle, Traffic, conventional_step, replay_step
 
 __all__ = [
+    "ERROR_CLASSES",
     "Block",
     "Capacity",
+    "Choice",
     "Cycle",
     "Gpu",
     "ModelShape",
@@ -23,6 +27,7 @@ __all__ = [
     "Traffic",
     "best_window",
     "capacity",
+    "choose_precision",
     "conventional_step",
     "gpus",
     "predict",

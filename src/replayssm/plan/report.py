@@ -48,6 +48,7 @@ def report(
             "acceptance": setting.acceptance,
             "context": setting.context,
             "weight_bits": setting.weight_bits,
+            "precision": setting.precision.name,
             "checkpoint": _dtype(setting.precision.checkpoint),
             "read_copy": _dtype(setting.precision.read_copy),
             "tokens_per_step": tokens,
