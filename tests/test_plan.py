@@ -210,7 +210,7 @@ def test_every_shipped_model_is_explained_on_every_gpu(name, gpu):
 
 def test_precision_is_the_fastest_of_the_error_class():
     for layout in (SUPER, QWEN):
-        one = choose_precision([layout], H200, 1, "coarse")
+        one = choose_precision([replace(layout, heads=layout.groups)], H200, 1, "coarse")  # a launch takes longer
         assert (one.precision, one.error) == (Precision(), "exact")
         many = {error: choose_precision([layout], H200, 256, error) for error in ("exact", "fine", "close", "coarse")}
         assert [choice.precision.name for choice in many.values()] == ["fp32", "fp32+bf16", "fp32+fp8", "fp32+nvfp4"]

@@ -42,17 +42,19 @@ def explain(
 
     Every number is arithmetic on the config and on the GPU's bandwidth (docs/planning.md); nothing is measured here.
     """
-    policy = Precision() if precision == "auto" else Precision.preset(precision)
-    setting = Setting(window, draft, acceptance, policy, context, weight_bits)
     shape, facts, batches = resolve(model), _gpu(gpu), tuple(batch or (1, 8, 64, 256, 512))
-    if precision == "auto":
+    auto = precision == "auto"
+    policy = Precision() if auto else Precision.preset(precision)
+    setting = Setting(window, draft, acceptance, policy, context, weight_bits)
+    chosen: dict[str, Any] = {}
+    if auto:
         layouts = [setting.layout(layout) for layout in shape.layouts]
         choice = choose_precision(layouts, facts, max(batches), error, acceptance)
         setting = replace(setting, precision=choice.precision)
+        chosen = {"auto": {"batch": max(batches), "allowed": error, "error": choice.error}}
     memory = None if memory_gb is None else memory_gb * 1e9
     document = report(shape, facts, setting, batches, memory)
-    if precision == "auto":
-        document["setting"] |= {"auto": {"batch": max(batches), "allowed": error, "error": choice.error}}
+    document["setting"] |= chosen
     if json:
         print_json(document)
     else:
