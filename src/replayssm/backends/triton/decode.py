@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from replayssm.backends.triton.gates import channel_gates, head_gates, load_or, unit_scales
-from replayssm.backends.triton.step import BAD_SLOT, admit, clear, decay_of_entries, report, write
+from replayssm.backends.triton.step import BAD_SLOT, admit, clear, decay_of_entries, report
+from replayssm.backends.triton.tile import write
 
 
 @triton.jit

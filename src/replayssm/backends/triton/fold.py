@@ -15,7 +15,7 @@ import triton.language as tl
 
 from replayssm.backends.triton.gates import load_or
 from replayssm.backends.triton.quant import stored
-from replayssm.backends.triton.tile import between, pairs_by_channel, product, solve
+from replayssm.backends.triton.tile import between, pairs_by_channel, product, write
 
 
 @triton.jit
@@ -51,16 +51,6 @@ def block_by_channel(past, k, first, last, columns, S: tl.constexpr):
 
 
 @triton.jit
-def updated(v, beta, seen, among, S: tl.constexpr):
-    """The values u [BE, BP] that a block of entries writes; ``seen`` and ``among`` as in the step."""
-    if S.update == "delta":
-        BE: tl.constexpr = S.BE
-        return solve(beta[:, None] * among, beta[:, None] * (v - seen), BE, S)
-    else:
-        return beta[:, None] * v
-
-
-@triton.jit
 def advance(s, key, value, weight, decay, channels, key_scale, first, length, p, columns, S: tl.constexpr):
     """Advance a state s [BP, BK] by the entries first … min(first + BE, length) − 1."""
     e = first + tl.arange(0, S.BE)
@@ -79,7 +69,8 @@ def advance(s, key, value, weight, decay, channels, key_scale, first, length, p,
     seen = product(probe, tl.trans(s), S) * (tl.exp(tl.cumsum(g, 0)) * scale)[:, None]
     among = scores * tl.exp(between(g, line, i >= 0, S)) * scale[:, None] * scale[None, :]
     among = tl.where(i[None, :] < i[:, None], among, 0.0)
-    u = updated(v.to(tl.float32), beta, seen, among, S)
+    BE: tl.constexpr = S.BE
+    u = write(v.to(tl.float32), beta, seen, among, BE, S)
     u *= (tl.exp(tl.cumsum(later, 0, reverse=True)) * scale)[:, None]
     return s * tl.exp(total + tl.sum(g, 0)) + product(tl.trans(u), after, S)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from replayssm.backends.triton.gates import channel_gates, head_gates, load_or, unit_scales
-from replayssm.backends.triton.tile import ancestors, between, exact, pairs_by_channel, product, solve
+from replayssm.backends.triton.tile import ancestors, between, exact, pairs_by_channel, product, write
 
 # What is wrong with a row, as ``launch`` words it.
 BAD_SLOT = tl.constexpr(1)
@@ -124,15 +124,6 @@ def channel_decay(
             own = tl.where(t[:, None] == t[None, :], product(x, tl.trans(x), S), 0.0)
             scores = own + pairs_by_channel(x, g, t, mine, T, S)
         return decayed, x * tl.exp(along + total), x * tl.exp(along), scores
-
-
-@triton.jit
-def write(v, beta, seen, among, N: tl.constexpr, S: tl.constexpr):
-    """The values u [M, BP] that new tokens write; ``among`` are the scores of k_i and the k_j before it."""
-    if S.update == "delta":
-        return solve(beta[:, None] * among, beta[:, None] * (v - seen), N, S)
-    else:
-        return beta[:, None] * v
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "bound", "slots", "each"])

@@ -77,6 +77,18 @@ def solve(a, right, N: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def write(v, beta, seen, among, N: tl.constexpr, S: tl.constexpr):
+    """The values u [E, BP] that tokens write: new ones, or a block of entries.
+
+    ``seen`` is what the state before them holds for their keys, ``among`` the scores of k_i and the k_j before it.
+    """
+    if S.update == "delta":
+        return solve(beta[:, None] * among, beta[:, None] * (v - seen), N, S)
+    else:
+        return beta[:, None] * v
+
+
+@triton.jit
 def ancestors(parents, start, count, t, S: tl.constexpr):
     """Whether token t_j is token t_i itself or an ancestor of it, int1 [M, M]; and whether some parent is none."""
     if S.tree:
