@@ -52,8 +52,8 @@ def texts(requests: list[Request]) -> list[list[int]]:
 class Oracle:
     """Knows the texts, and errs on purpose: chains or trees of every size, right or wrong anywhere."""
 
-    def __init__(self, wanted: dict[tuple[int, ...], list[int]], branching: bool = False, seed: int = 0):
-        self.wanted, self.branching, self.random = wanted, branching, random.Random(seed)
+    def __init__(self, wanted: dict[tuple[int, ...], list[int]], branching: bool = False, errs: float = 0.2):
+        self.wanted, self.branching, self.errs, self.random = wanted, branching, errs, random.Random(0)
         self.keys = set()
         self.closed = False
 
@@ -75,8 +75,8 @@ class Oracle:
         prompt = next(p for p in self.wanted if list(p) == ask.tokens[: len(p)])
         rest = self.wanted[prompt][len(ask.tokens) - len(prompt) :]
         draft, at = Draft(), -1
-        for token in rest[: self.random.randint(0, ask.depth)]:
-            choices = [token if self.random.random() < 0.8 else (token + 1) % 100]
+        for token in rest[: self.random.randint(0, ask.depth) if self.errs else ask.depth]:
+            choices = [token if self.random.random() >= self.errs else (token + 1) % 100]
             if self.branching:
                 choices += [(token + k) % 100 for k in self.random.sample(range(4), 2)]
                 self.random.shuffle(choices)

@@ -82,6 +82,12 @@ def test_noise_is_gumbel_and_independent_of_everything_else():
     assert torch.equal(backwards[0], noise[23])
 
 
+def test_keys_differ():
+    keys = {mix(seed, index) for seed in range(100) for index in range(100)} | {mix(index) for index in range(100)}
+    assert len(keys) == 10_100
+    assert all(bin(mix(1, i) ^ mix(1, i + 1)).count("1") > 8 for i in range(200))  # neighbours share no pattern
+
+
 def test_branches_begin_with_the_choice():
     torch.manual_seed(2)
     logits = torch.randn(3, 20)
