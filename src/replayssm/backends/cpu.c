@@ -4,9 +4,9 @@
    computed once. Only live entries are read. Letters as in the mathematics page: H heads, G groups, P head_dim,
    K state_dim, T tokens of a row, E committed entries. Arithmetic is float32.
 
-   The step is the closed form: the state is read once, for all probes of all tokens. The fold is the recurrence itself,
-   token by token, on four rows of the state at a time: they stay in the first-level cache, and the error is that of the
-   conventional recurrence. */
+   The step is the closed form: the state is read once, for all probes of all tokens. The fold of the delta rule is the
+   recurrence itself, token by token, on a few rows of the state at a time: they stay in the first-level cache, and the
+   error is that of the conventional recurrence. Where nothing depends on the state, it is one sum over the tokens. */
 
 #include "cpu_formats.h"
 #include "cpu_fused.h"
@@ -377,7 +377,48 @@ static inline void advance_token(float *restrict s, const float *restrict before
     sums[0] = a0, sums[1] = a1, sums[2] = a2, sums[3] = a3;
 }
 
-/* FOLDED rows p… of the state through all committed entries. u = beta (v - S k) or beta v. */
+/* row += sum of u_j k_j over four entries. */
+static inline void add_four(float *restrict row, const float *restrict k, const float *restrict u, int64_t K) {
+    const float *restrict k0 = k, *restrict k1 = k + K, *restrict k2 = k + 2 * K, *restrict k3 = k + 3 * K;
+    float u0 = u[0], u1 = u[1], u2 = u[2], u3 = u[3];
+    for (int64_t c = 0; c < K; c++)
+        row[c] = MADD(u3, k3[c], MADD(u2, k2[c], MADD(u1, k1[c], MADD(u0, k0[c], row[c]))));
+}
+
+/* Where nothing that is written depends on the state ("add"), all tokens at once: S e^c + sum of beta v (k e^(c - c_j)),
+   with the decays in ``keys``, ``weight`` and ``total`` already (add_weights). */
+static void add_block(float *s, const Layer *l, const float *keys, const float *total, const float *values,
+                      const float *weight, int64_t entries, int64_t p, int64_t rows) {
+    int64_t K = l->state_dim, P = l->head_dim;
+    for (int64_t r = 0; r < rows; r++) {
+        float *restrict row = s + r * K, u[4];
+        for (int64_t c = 0; c < K; c++) row[c] *= total[l->channel ? c : 0];
+        for (int64_t j = 0; j < entries; j += 4) {
+            int64_t n = entries - j < 4 ? entries - j : 4;
+            for (int64_t i = 0; i < n; i++) u[i] = weight[j + i] * values[(j + i) * P + p + r];
+            if (n == 4)
+                add_four(row, keys + j * K, u, K);
+            else
+                for (int64_t i = 0; i < n; i++) add_scaled(row, keys + (j + i) * K, u[i], K);
+        }
+    }
+}
+
+/* What add_block takes: each entry's decay until the last one goes into its weight, or, per channel, into its key. Every
+   exponent is a sum over its own segment, from the end. */
+static void add_weights(const Layer *l, const float *g, const float *keys, const float *weight, int64_t entries,
+                        float *total, float *decayed, float *scaled) {
+    int64_t K = l->state_dim, D = l->channel ? K : 1;
+    for (int64_t c = 0; c < D; c++) total[c] = 0;
+    for (int64_t j = entries - 1; j >= 0; j--) {
+        scaled[j] = l->channel ? weight[j] : weight[j] * decay_exp(total[0]);
+        for (int64_t c = 0; l->channel && c < K; c++) decayed[j * K + c] = keys[j * K + c] * decay_exp(total[c]);
+        for (int64_t c = 0; g && c < D; c++) total[c] += g[j * D + c];
+    }
+    for (int64_t c = 0; c < D; c++) total[c] = decay_exp(total[c]);
+}
+
+/* FOLDED rows p… of the state through all committed entries, one after the other. u = beta (v - S k). */
 static void advance_block(float *s, const Layer *l, const float *keys, const float *decays, const float *values,
                           const float *weight, int64_t entries, int64_t p, int64_t rows) {
     int64_t K = l->state_dim, P = l->head_dim;
@@ -392,7 +433,7 @@ static void advance_block(float *s, const Layer *l, const float *keys, const flo
                 advance_token(s + r * K, before, u + r, decays + j, 0, k, sums + r, K);
         }
         for (int64_t r = 0; r < rows; r++)
-            u[r] = weight[j] * (values[j * P + p + r] - (l->delta ? sums[r] : 0));
+            u[r] = weight[j] * (values[j * P + p + r] - sums[r]);
         before = k;
     }
     for (int64_t r = 0; entries && r < rows; r++) add_scaled(s + r * K, before, u[r], K);
@@ -414,10 +455,12 @@ int replay_fold(const Layer *l, const Goal *goal, int64_t first, int64_t last) {
     int64_t K = l->state_dim, P = l->head_dim, G = l->groups, D = l->channel ? K : 1, W = l->window, E = 0;
     for (int64_t row = first / G; row <= (last - 1) / G; row++)
         if (l->length[row] > E) E = l->length[row];
-    float *memory = malloc((E * (K + D + P) + FOLDED * K + P * K + 2 * 32 + 5 * 16) * sizeof(float)), *rest = memory;
+    int64_t floats = E * (K + D + P + 1) + D + FOLDED * K + P * K + 2 * 32 + 7 * 16;
+    float *memory = malloc(floats * sizeof(float)), *rest = memory;
     if (!memory) return 1;
     float *keys = carve(&rest, E * K), *decays = carve(&rest, E * D), *values = carve(&rest, E * P);
     float *block = carve(&rest, FOLDED * K + 32), *whole = carve(&rest, P * K + 32);
+    float *scaled = carve(&rest, E), *total = carve(&rest, D);
     memset(block, 0, FOLDED * K * sizeof(float));
     for (int64_t item = first; item < last; item++) {
         int64_t row = item / G, group = item % G, repeat = l->heads / G, entries = l->length[row], slot = l->slots[row];
@@ -426,7 +469,11 @@ int replay_fold(const Layer *l, const Goal *goal, int64_t first, int64_t last) {
             const float *weight = (const float *)entry(&l->weight, slot, head * W, 1, F32);
             const float *g = l->decay.data ? (const float *)entry(&l->decay, slot, head * W, D, F32) : NULL;
             load(values, entry(&l->value, slot, head * W, P, l->activation_type), l->activation_type, entries * P);
-            for (int64_t i = 0; i < entries * D; i++) decays[i] = g ? decay_exp(g[i]) : 1;
+            if (l->delta)
+                for (int64_t i = 0; i < entries * D; i++) decays[i] = g ? decay_exp(g[i]) : 1;
+            else
+                add_weights(l, g, keys, weight, entries, total, decays, scaled);
+            const float *added = l->channel ? decays : keys;
             Head state = head_of(&l->state, slot, head, P, K);
             Head target = head_of(&goal->target, goal->places[row], head, P, K);
             float *rows_out = target.type == F32 ? (float *)target.codes : whole;
@@ -434,7 +481,10 @@ int replay_fold(const Layer *l, const Goal *goal, int64_t first, int64_t last) {
                 int64_t rows = P - p < FOLDED ? P - p : FOLDED, bytes = size_of(state.type, K);
                 prefetch(state.codes + p * bytes, rows * bytes);
                 load_rows(block, &state, p, rows, K);
-                advance_block(block, l, keys, decays, values, weight, entries, p, rows);
+                if (l->delta)
+                    advance_block(block, l, keys, decays, values, weight, entries, p, rows);
+                else
+                    add_block(block, l, added, total, values, scaled, entries, p, rows);
                 memcpy(rows_out + p * K, block, rows * K * sizeof(float));
             }
             put_head(goal, &target, rows_out, row, head, P, K);
