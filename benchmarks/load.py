@@ -25,6 +25,8 @@ from replayssm.engine import Ask, Draft, Drafter, Engine, Params, PromptLookup, 
 class Mixture:
     """A drafter that gives each sequence to one of several."""
 
+    cost = 0.2
+
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self.drafters = drafters
 

@@ -52,6 +52,8 @@ def texts(requests: list[Request]) -> list[list[int]]:
 class Oracle:
     """Knows the texts, and errs on purpose: chains or trees of every size, right or wrong anywhere."""
 
+    cost = 0.1
+
     def __init__(self, wanted: dict[tuple[int, ...], list[int]], branching: bool = False, errs: float = 0.2):
         self.wanted, self.branching, self.errs, self.random = wanted, branching, errs, random.Random(0)
         self.keys = set()

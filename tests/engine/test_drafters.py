@@ -62,22 +62,23 @@ def test_forgotten_sequences_leave_nothing():
 
 def test_depth_follows_acceptance():
     always, never, half = Acceptance(), Acceptance(), Acceptance()
-    assert always.depth(8) == 8
+    assert always.depth(8, 0.2) == 8
     for step in range(40):
         always.note(7, 7)
-        depth = never.depth(8)
+        depth = never.depth(8, 0.2)
         assert step < 10 or depth <= 1
         never.note(0, depth)
         half.note(step % 2, 1)
-    assert always.depth(8) == 8
-    assert 1 <= half.depth(8) <= 3
-    waits = [never.depth(8)]
+    assert always.depth(8, 0.2) == 8
+    assert 1 <= half.depth(8, 0.2) <= 3
+    waits = [never.depth(8, 0.2)]
     while waits[-1] == 0:
         never.note(0, 0)
-        waits.append(never.depth(8))
+        waits.append(never.depth(8, 0.2))
     assert len(waits) <= PATIENCE + 1  # it looks again
     never.note(1, 1)
     for _ in range(12):
-        never.note((d := never.depth(8)), d)
-    assert never.depth(8) > 2
-    assert Acceptance().depth(0) == 0
+        never.note((d := never.depth(8, 0.2)), d)
+    assert never.depth(8, 0.2) > 2
+    assert half.depth(8, 0.6) < half.depth(8, 0.2)
+    assert Acceptance().depth(0, 0.2) == 0

@@ -165,6 +165,12 @@ def test_a_draft_model_must_have_the_vocabulary():
     engine(model).close()
 
 
+def test_draft_models_out_of_range():
+    for options, match in (({"branches": ()}, "branches"), ({"branches": (0,)}, "branches"), ({"cost": 1.0}, "cost")):
+        with pytest.raises(ReplayError, match=match):
+            DraftModel(tiny()[0], **options)
+
+
 def test_end_of_text_ends_the_text():
     model, _ = tiny()
     wanted = solo(model, prompts()[2], 8)

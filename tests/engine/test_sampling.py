@@ -105,6 +105,8 @@ def test_branches_begin_with_the_choice():
 class Always:
     """Drafts the same tree everywhere: tokens 3, 4, 5, each followed by each."""
 
+    cost = 0.1
+
     def bind(self, *_):
         pass
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# A draft of one more token pays if it is accepted more often than this: about what a token costs in a forward that
-# runs anyway.
-WORTH = 0.2
 # Old measurements count less: by this much with each step.
 MEMORY = 0.9
 # Steps without a draft, after which one token is drafted to see whether the text has changed.
@@ -33,9 +30,9 @@ class Acceptance:
         """Probability that a drafted token is accepted if the ones before it are; never quite 0 or 1."""
         return (self.hits + 0.05) / (self.trials + 0.1)
 
-    def depth(self, most: int) -> int:
-        """Tokens to draft, one after the other: as many as pay, 0…``most``."""
-        depth = min(most, int(math.log(WORTH) / math.log(self.rate)))
+    def depth(self, most: int, cost: float) -> int:
+        """Tokens to draft, one after the other: those that are accepted more often than ``cost``, 0…``most``."""
+        depth = min(most, int(math.log(cost) / math.log(self.rate)))
         return min(most, 1) if depth == 0 and self.idle >= PATIENCE else depth
 
     def note(self, accepted: int, depth: int) -> None:

@@ -31,6 +31,7 @@ class DraftModel:
         window: int = 16,
         precision: Precision | None = None,
         chunk: int = 128,
+        cost: float = 0.4,
     ) -> None:
         """Wrap a model; the engine binds it.
 
@@ -41,9 +42,13 @@ class DraftModel:
             window: as the engine's.
             precision: as the engine's.
             chunk: prompt tokens of a sequence in one forward.
+            cost: see ``Drafter``; for a model of a fifth of the size.
         """
         if not branches:
             raise ReplayError("branches: expected at least one number")
+        if not 0 < cost < 1:
+            raise ReplayError(f"cost: expected a number between 0 and 1, got {cost}")
+        self.cost = cost
         self.branches = [checks.integer("branches", number, 1) for number in branches]
         self.model, self.chunk = model, checks.integer("chunk", chunk, 1)
         self._window, self._precision = window, precision

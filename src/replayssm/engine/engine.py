@@ -126,9 +126,7 @@ class Engine:
                 f"prompt: {len(tokens)} tokens and max_tokens={new} do not fit into max_length={limit} of this engine"
             )
         if params.logprobs is not None and params.logprobs > self._vocabulary:
-            raise ReplayError(
-                f"logprobs: expected at most {self._vocabulary}, got {params.logprobs}"
-            )
+            raise ReplayError(f"logprobs: expected at most {self._vocabulary}, got {params.logprobs}")
         if params.stop and self.tokenizer is None:
             raise ReplayError("stop: stop strings need the engine's tokenizer")
         request = Request(self._requests, tokens, params, priority)

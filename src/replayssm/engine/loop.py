@@ -140,7 +140,7 @@ class Loop:
         asks: dict[Sample, Ask] = {}
         for sample in samples:
             most = min(self.runner.max_draft - 1, self._left(sample) - 1)
-            if depth := sample.acceptance.depth(most):
+            if depth := sample.acceptance.depth(most, self.drafter.cost):
                 asks[sample] = Ask(sample.key, sample.known, depth, most, self._point(sample, []))
         if asks:
             drafts.update(zip(asks, self.drafter.propose(list(asks.values())), strict=True))
