@@ -43,6 +43,12 @@ def test_other_recurrences_are_named():
         engine(model)
 
 
+def test_training_models_are_refused():
+    model = stock("mamba2").train()
+    with pytest.raises(ReplayError, match=r"call model.eval\(\) first"):
+        engine(model)
+
+
 def test_attached_or_bound_models_are_refused():
     model = attach(stock("mamba2"))
     with pytest.raises(ReplayError, match="is attached"):

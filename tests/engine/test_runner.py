@@ -95,14 +95,21 @@ def test_fork_export_import_reset(make):
     assert runner.bytes >= runner.slots * runner.slot_bytes
 
 
-def test_precisions(make):
+@pytest.mark.parametrize("policy", ["fp32+bf16", "fp32+int8", "bf16sr"])
+def test_precisions(make, policy):
+    """States in other formats: near the float32 ones, and the same after a move to another slot."""
     text = prompt(1, 30)[0].tolist()
     plain = make()
     wanted = plain.forward([Row(0, text[:20])])
     plain.close()
-    copied = make(precision=Precision(read_copy="bf16"))
-    torch.testing.assert_close(copied.forward([Row(0, text[:20])]), wanted, rtol=1e-4, atol=1e-4)
-    assert copied.slot_bytes > plain.slot_bytes
+    runner = make(precision=Precision.preset(policy))
+    torch.testing.assert_close(runner.forward([Row(0, text[:20])]), wanted, rtol=1e-4, atol=1e-4)
+    runner.commit([20])
+    runner.import_(2, [runner.export(0)])
+    for start in range(20, 28, 2):
+        one, two = runner.forward([Row(slot, text[start : start + 2]) for slot in (0, 2)])
+        runner.commit([2, 2])
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
 
 
 def test_too_long(make):

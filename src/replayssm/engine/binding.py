@@ -32,10 +32,14 @@ def bind(model: nn.Module) -> list[nn.Module]:
     """Redirect the mixers of a model and return them.
 
     Raises:
-        ReplayError: the model has a recurrence that cannot be replayed, or it is attached or bound already.
+        ReplayError: the model has a recurrence that cannot be replayed, is attached or bound already, or is training.
     """
     if any(hasattr(type(module), "stock") for module in model.modules()):
         raise ReplayError(f"{type(model).__name__}: is attached, or another engine has it; detach or close that first")
+    if model.training:
+        raise ReplayError(
+            f"{type(model).__name__}: is in training mode, where dropout is random; call model.eval() first"
+        )
     mixers = find_mixers(model, required=False)
     for mixer, _ in mixers:
         expect_unwrapped(mixer)
