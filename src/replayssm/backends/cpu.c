@@ -203,6 +203,21 @@ static void path_sums(const Space *s, const Layer *l, const Tokens *t, int64_t s
     }
 }
 
+/* Both scores of a plain decode, and the entry's own decay onto the sum: one pass, nothing stored in between. */
+static inline void score_pair(const float *restrict key, float *restrict since, const float *restrict g,
+                              const float *restrict x, const float *restrict y, float *first, float *second,
+                              int64_t K) {
+    float a = 0, b = 0;
+#pragma omp simd reduction(+ : a, b)
+    for (int64_t c = 0; c < K; c++) {
+        float k = key[c] * decay_exp(since[c]);
+        a += k * x[c];
+        b += k * y[c];
+        since[c] += g[c];
+    }
+    *first = a, *second = b;
+}
+
 /* scores[n, j] = <k_j e^(c_i - c_j), x_n>: the exponent is what came after entry j plus token i's path. Leaves in
    ``since`` the sum of all committed decays. */
 static void score_entries(const Space *s, const Layer *l, int64_t slot, int64_t head, int64_t entries, int64_t count,
@@ -215,6 +230,11 @@ static void score_entries(const Space *s, const Layer *l, int64_t slot, int64_t 
             for (int64_t c = 0; c < K; c++)
                 s->decayed[n * K + c] = s->probes[n * K + c] * decay_exp(s->along[(n % count) * K + c]);
     for (int64_t j = entries - 1; j >= 0; j--) {
+        if (l->channel && probes == 2) {
+            score_pair(s->keys + j * K, s->since, g + j * K, s->decayed, s->decayed + K, s->scores + j,
+                       s->scores + entries + j, K);
+            continue;
+        }
         if (l->channel) {
             for (int64_t c = 0; c < K; c++) s->line[c] = s->keys[j * K + c] * decay_exp(s->since[c]);
             for (int64_t n = 0; n < probes; n++) s->scores[n * entries + j] = dot(s->line, s->decayed + n * K, K);
@@ -247,13 +267,16 @@ static void see(const Space *s, const Layer *l, int64_t slot, int64_t head, int6
     const float *weight = (const float *)entry(&l->weight, slot, head * l->window, 1, F32);
     for (int64_t j = 0; j < entries; j++) {
         int64_t place = head * l->window + j;
-        if (l->delta)
+        const float *u = s->line;
+        if (l->delta && l->written_type == F32) /* as they are: no copy */
+            u = (const float *)entry(&l->written, slot, place, P, F32);
+        else if (l->delta)
             load_written(s->line, l, slot, place);
         else
             load(s->line, entry(&l->value, slot, place, P, l->activation_type), l->activation_type, P);
         float scale = l->delta ? 1 : weight[j];
         for (int64_t n = 0; n < probes; n++)
-            add_scaled(s->seen + n * P, s->line, scale * s->scores[n * entries + j], P);
+            add_scaled(s->seen + n * P, u, scale * s->scores[n * entries + j], P);
     }
 }
 
