@@ -158,3 +158,11 @@ def test_a_narrow_checkpoint_is_rounded_once_a_fold(checkpoint: str) -> None:
     cache.fork([0], [1])
     assert cache.folds.tolist() == [1, 1, 1, 1]
     assert cache.views()[0]["checkpoint"].dtype == layout.precision.checkpoint
+
+
+def test_seeds_differ_in_all_64_bits_and_zero_is_no_fixed_point() -> None:
+    counter = torch.zeros(1, dtype=torch.int64)
+    drawn = [random_bits(seed, 0, counter, 64) for seed in (0, 1, 2**32, 2**32 + 1)]
+    for i, a in enumerate(drawn):
+        assert int(a[0, 0]) != 0
+        assert all(int((a == b).sum()) < 4 for b in drawn[:i])

@@ -21,9 +21,17 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def seed_bits(seed: int) -> int:
+    """A cache's 64-bit seed as the uint32 that the bits start from.
+
+    Not the seed itself: 0 is the hash's fixed point, and seeds that differ in the upper half must differ here.
+    """
+    return ((seed + 1) * 0x9E3779B97F4A7C15 >> 32) & _MASK
+
+
 def row_keys(seed: int, layer: int, counter: Tensor) -> Tensor:
     """What the bits of the roundings number ``counter`` [R] of a layer come from: uint32 as int64 [R]."""
-    key = _mix(torch.tensor(seed & _MASK, device=counter.device))
+    key = _mix(torch.tensor(seed_bits(seed), device=counter.device))
     key = _mix((key + layer) & _MASK)
     return _mix((key + counter.long()) & _MASK)
 

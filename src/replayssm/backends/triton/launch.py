@@ -31,6 +31,7 @@ from replayssm.backends.triton.step import step_kernel
 from replayssm.checks import ReplayError
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, LinearInputs, Mamba2Inputs
 from replayssm.layout import Layout
+from replayssm.rounding import seed_bits
 from replayssm.rows import Rows
 
 MAX_DRAFT, MAX_WINDOW = 16, 128
@@ -400,7 +401,7 @@ class Kernels:
             amount,
             copies,
             layers,
-            self.cache.seed & 0xFFFFFFFF,
+            seed_bits(self.cache.seed),
             S=shape,
             TYPES=types,
             **tile.options,
