@@ -115,7 +115,7 @@ static void store_written(const Layer *l, int64_t slot, int64_t place, const flo
     if (l->written_type == F16_SCALED) {
         float scale = power_scale(u, P), inverse = 1 / scale;
         *(float *)entry(&l->extra, slot, place, 1, F32) = scale;
-        for (int64_t p = 0; p < P; p++) ((uint16_t *)to)[p] = float_to_f16(u[p] * inverse, -1);
+        for (int64_t p = 0; p < P; p++) ((uint16_t *)to)[p] = float_to_f16(u[p] * inverse);
     } else if (l->written_type == BF16X2) {
         uint16_t *high = (uint16_t *)to, *low = (uint16_t *)entry(&l->extra, slot, place, P, BF16);
         for (int64_t p = 0; p < P; p++) {

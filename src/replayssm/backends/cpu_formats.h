@@ -165,66 +165,97 @@ static inline uint32_t mix(uint32_t x) {
     return x ^ x >> 16;
 }
 
-/* Uniform in [0, 1], for element c of a row. */
-static inline float random_at(const Rounding *r, int64_t c) {
-    return (float)mix(mix(r->index + (uint32_t)c + r->key) ^ r->key) * 0x1p-32f;
-}
-
 static inline uint16_t float_to_bf16(float x) {
     uint32_t bits = bits_of(x);
     uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded); /* NaN stays NaN */
 }
 
-/* The code without sign of y >= 0 in a float with so many bits of mantissa and this bias: the one below, and up by one
-   where the fraction exceeds u; or the nearest, ties to even, where u < 0. y must be in range. */
-static inline uint32_t narrow(float y, float u, int mantissa, int bias) {
+/* The random numbers of elements first… of a row. */
+static void random_chunk(float *restrict u, const Rounding *r, int64_t first, int64_t n) {
+    uint32_t key = r->key, index = r->index + (uint32_t)first;
+    for (int64_t c = 0; c < n; c++) u[c] = (float)mix(mix(index + (uint32_t)c + key) ^ key) * 0x1p-32f;
+}
+
+/* A y >= 0, in range, among the floats with so many bits of mantissa and this bias: the code below it without sign, and
+   how far it is to the next, in [0, 1). */
+static inline uint32_t code_below(float y, int mantissa, int bias, float *fraction) {
     int drop = 23 - mantissa;
     uint32_t bits = bits_of(y), rest = bits & ((1u << drop) - 1);
     uint32_t normal = (bits >> drop) - ((uint32_t)(127 - bias) << mantissa);
-    float fraction = (float)rest / (float)(1u << drop);
-    float place = y * float_of((uint32_t)(127 + (bias - 1 + mantissa)) << 23), floor = floorf(place);
+    float place = y * float_of((uint32_t)(126 + bias + mantissa) << 23), floor = floorf(place);
     int tiny = y < float_of((uint32_t)(128 - bias) << 23);
-    uint32_t code = tiny ? (uint32_t)(int32_t)floor : normal;
-    fraction = tiny ? place - floor : fraction;
-    return code + (u >= 0 ? u < fraction : fraction > 0.5f || (fraction == 0.5f && (code & 1)));
+    *fraction = tiny ? place - floor : (float)(int32_t)rest * (1.0f / (float)(1u << drop));
+    return tiny ? (uint32_t)(int32_t)floor : normal;
 }
 
-static inline uint16_t float_to_f16(float x, float u) {
-    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000;
-    float y = float_of(bits & 0x7fffffff);
-    uint32_t nan = 0x7e00, code;
-    if (u >= 0) y = y > 65504 && y < INFINITY ? 65504 : y;
-    code = narrow(y < 65520 ? y : 0, u, 10, 15);
-    return (uint16_t)(sign | (y != y ? nan : y < 65520 ? code : 0x7c00));
+/* The same, rounded up where the fraction exceeds u. */
+static inline uint32_t code_random(float y, float u, int mantissa, int bias) {
+    float fraction;
+    uint32_t code = code_below(y, mantissa, bias, &fraction);
+    return code + (u < fraction ? 1 : 0);
 }
 
-static inline uint16_t bf16_stochastic(float x, float u) {
-    uint32_t bits = bits_of(x), size = bits & 0x7fffffff;
-    if (size >= 0x7f800000) return float_to_bf16(x);
-    if (size >= 0x7f7f0000) return (uint16_t)(bits >> 31 << 15 | 0x7f7f);
-    return (uint16_t)((bits >> 16) + (u < (float)(size & 0xffff) * 0x1p-16f));
+/* The same, to the nearest, ties to even. */
+static inline uint32_t nearest_code(float y, int mantissa, int bias) {
+    int drop = 23 - mantissa;
+    uint32_t bits = bits_of(y), half = (1u << (drop - 1)) - 1;
+    uint32_t normal = ((bits + half + (bits >> drop & 1)) >> drop) - ((uint32_t)(127 - bias) << mantissa);
+    uint32_t tiny = (uint32_t)(int32_t)rintf(y * float_of((uint32_t)(126 + bias + mantissa) << 23));
+    return y < float_of((uint32_t)(128 - bias) << 23) ? tiny : normal;
 }
+
+static inline uint16_t float_to_f16(float x) {
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    float y = float_of(size);
+    uint32_t code = nearest_code(y < 65520 ? y : 0, 10, 15);
+    code = y < 65520 ? code : 0x7c00;
+    return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : code));
+}
+
+static inline uint16_t f16_random(float x, float u) {
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    float y = float_of(size);
+    uint32_t code = code_random(y < 65504 ? y : 65504, u, 10, 15);
+    code = size == 0x7f800000 ? 0x7c00 : code;
+    return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : code));
+}
+
+static inline uint16_t bf16_random(float x, float u) {
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    uint32_t kept = size > 0x7f7f0000 ? 0x7f7f0000 : size;
+    uint32_t code = (kept >> 16) + (u < (float)(int32_t)(kept & 0xffff) * 0x1p-16f ? 1 : 0);
+    return (uint16_t)(size >= 0x7f800000 ? float_to_bf16(x) : sign | code);
+}
+
+enum { CHUNK = 64 };
 
 /* n elements in a type without scales. */
 static void store(char *to, const float *from, int type, int64_t n, const Rounding *rounding) {
-    uint16_t *x = (uint16_t *)to;
-    if (type == F32)
+    uint16_t *restrict x = (uint16_t *)to;
+    if (type == F32) {
         memcpy(to, from, n * sizeof(float));
-    else if (rounding && rounding->stochastic)
-        for (int64_t i = 0; i < n; i++) {
-            float u = random_at(rounding, i);
-            x[i] = type == BF16 ? bf16_stochastic(from[i], u) : float_to_f16(from[i], u);
+    } else if (rounding && rounding->stochastic) {
+        for (int64_t first = 0; first < n; first += CHUNK) {
+            int64_t count = n - first < CHUNK ? n - first : CHUNK;
+            float u[CHUNK];
+            random_chunk(u, rounding, first, count);
+            if (type == BF16)
+                for (int64_t i = 0; i < count; i++) x[first + i] = bf16_random(from[first + i], u[i]);
+            else
+                for (int64_t i = 0; i < count; i++) x[first + i] = f16_random(from[first + i], u[i]);
         }
-    else if (type == BF16)
+    } else if (type == BF16) {
         for (int64_t i = 0; i < n; i++) x[i] = float_to_bf16(from[i]);
-    else
-        for (int64_t i = 0; i < n; i++) x[i] = float_to_f16(from[i], -1);
+    } else {
+        for (int64_t i = 0; i < n; i++) x[i] = float_to_f16(from[i]);
+    }
 }
 
 /* The largest magnitude as bits, or at least those of infinity where one is not finite. */
 static inline uint32_t largest_bits(const float *x, int64_t n) {
     uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; i++) {
         uint32_t bits = bits_of(x[i]) & 0x7fffffff;
         largest = bits > largest ? bits : largest;
@@ -247,15 +278,6 @@ static inline float units(float x, float inverse, float top) {
     return bits >= 0x7f800000 ? 0 : y > top ? top : y;
 }
 
-/* The code without sign of y >= 0, in range, in a float of eight bits: the nearest, ties to even. */
-static inline uint32_t nearest_code(float y, int mantissa, int bias) {
-    int drop = 23 - mantissa;
-    uint32_t bits = bits_of(y), half = (1u << (drop - 1)) - 1;
-    uint32_t normal = ((bits + half + (bits >> drop & 1)) >> drop) - ((uint32_t)(127 - bias) << mantissa);
-    uint32_t tiny = (uint32_t)(int32_t)rintf(y * float_of((uint32_t)(126 + bias + mantissa) << 23));
-    return y < float_of((uint32_t)(128 - bias) << 23) ? tiny : normal;
-}
-
 /* x, all finite, in units of a scale, to the nearest codes. */
 static void nearest_codes(uint8_t *restrict to, const float *restrict x, int64_t n, float inverse, int type) {
     float top = top_of(type);
@@ -274,18 +296,36 @@ static void nearest_codes(uint8_t *restrict to, const float *restrict x, int64_t
         }
 }
 
-/* The same for a block of four-bit codes, one a byte. The thresholds of e2m1 are the middles, ties to even codes. */
-static void nearest_nibbles(uint8_t *restrict to, const float *restrict x, int64_t n, float inverse, int type) {
+/* The same with random numbers. */
+static void random_codes(uint8_t *restrict to, const float *restrict x, const float *restrict u, int64_t n,
+                         float inverse, int type) {
+    float top = top_of(type);
+    if (type == INT8)
+        for (int64_t c = 0; c < n; c++) {
+            float y = units(x[c], inverse, top), low = floorf(y);
+            int32_t size = (int32_t)low + (u[c] < y - low ? 1 : 0);
+            to[c] = (uint8_t)(bits_of(x[c]) >> 31 ? -size : size);
+        }
+    else
+        for (int64_t c = 0; c < n; c++) {
+            float y = units(x[c], inverse, top);
+            uint32_t code = type == FP8 ? code_random(y, u[c], 3, 7) : code_random(y, u[c], 2, 15);
+            to[c] = (uint8_t)((bits_of(x[c]) >> 24 & 0x80) | code);
+        }
+}
+
+/* To the nearest, for a block of four-bit codes, one a byte. The thresholds of e2m1 are the middles, ties to even codes. */
+static void nearest_nibbles(uint8_t *restrict to, const float *restrict x, float inverse, int type) {
     float top = top_of(type);
     if (type == NVFP4)
-        for (int64_t c = 0; c < n; c++) {
+        for (int c = 0; c < SCALED_BLOCK; c++) {
             uint32_t bits = bits_of(x[c]);
             float y = float_of(bits & 0x7fffffff) * inverse;
             uint32_t code = (y > 0.25f) + (y >= 0.75f) + (y > 1.25f) + (y >= 1.75f) + (y > 2.5f) + (y >= 3.5f) + (y > 5);
             to[c] = (uint8_t)(code | bits >> 31 << 3);
         }
     else
-        for (int64_t c = 0; c < n; c++) {
+        for (int c = 0; c < SCALED_BLOCK; c++) {
             float y = x[c] * inverse;
             y = y > top ? top : y < -top ? -top : y;
             to[c] = (uint8_t)((int32_t)rintf(y) & 15);
@@ -304,34 +344,33 @@ static void encode_row(const Head *h, int64_t p, const float *restrict x, int64_
         nearest_codes(to, x, K, inverse, h->type);
         return;
     }
-    for (int64_t c = 0; c < K; c++) {
-        float y = units(x[c], inverse, top), u = random_at(rounding, c);
-        uint8_t sign = (uint8_t)(bits_of(x[c]) >> 24 & 0x80);
-        if (h->type == INT8) {
-            float low = floorf(y), size = low + (u < y - low ? 1.0f : 0.0f);
-            to[c] = (uint8_t)(int8_t)(sign ? -size : size);
-        } else if (h->type == FP8) {
-            to[c] = (uint8_t)(sign | narrow(y, u, 3, 7));
-        } else {
-            to[c] = (uint8_t)(sign | narrow(y, u, 2, 15));
-        }
+    for (int64_t first = 0; first < K; first += CHUNK) {
+        int64_t n = K - first < CHUNK ? K - first : CHUNK;
+        float u[CHUNK];
+        random_chunk(u, rounding, first, n);
+        random_codes(to + first, x + first, u, n, inverse, h->type);
     }
 }
 
 /* The e4m3 code of a ratio >= 0, rounded to the nearest, or up. */
 static inline uint8_t block_code(float ratio, int up) {
     ratio = up || ratio < 448 ? ratio : 448;
-    uint32_t code = narrow(ratio < 448 ? ratio : 448, -1, 3, 7);
+    uint32_t code = nearest_code(ratio < 448 ? ratio : 448, 3, 7);
     return (uint8_t)(up && code < 0x7e && e4m3_to_float((uint8_t)code) < ratio ? code + 1 : code);
 }
 
-static inline uint8_t random_nibble(float x, float inverse, int type, float u) {
-    float y = units(x, inverse, top_of(type)), place = y;
-    if (type == NVFP4) place = y < 2 ? 2 * y : y < 4 ? y + 2 : y / 2 + 4; /* the levels are whole numbers here */
-    float low = floorf(place), code = low + (u < place - low ? 1.0f : 0.0f);
-    uint32_t sign = bits_of(x) >> 31;
-    if (type == NVFP4) return (uint8_t)((uint32_t)code | sign << 3);
-    return (uint8_t)((int32_t)(sign ? -code : code) & 15);
+/* The same with random numbers. */
+static void random_nibbles(uint8_t *restrict to, const float *restrict x, const float *restrict u, float inverse,
+                           int type) {
+    float top = top_of(type);
+    for (int c = 0; c < SCALED_BLOCK; c++) {
+        float y = units(x[c], inverse, top);
+        float place = y < 2 ? 2 * y : y < 4 ? y + 2 : y / 2 + 4; /* the levels of e2m1 are whole numbers here */
+        place = type == NVFP4 ? place : y;
+        float low = floorf(place);
+        int32_t code = (int32_t)low + (u[c] < place - low ? 1 : 0), sign = (int32_t)(bits_of(x[c]) >> 31);
+        to[c] = (uint8_t)(type == NVFP4 ? code | sign << 3 : (sign ? -code : code) & 15);
+    }
 }
 
 static void encode_blocks(const Head *h, int64_t p, const float *x, int64_t K, float factor, const Rounding *rounding) {
@@ -340,16 +379,21 @@ static void encode_blocks(const Head *h, int64_t p, const float *x, int64_t K, f
     memset(codes, 0, half);
     for (int64_t j = 0; j < blocks; j++) {
         int64_t first = j * SCALED_BLOCK, n = K - first < SCALED_BLOCK ? K - first : SCALED_BLOCK;
-        uint32_t largest = n > 0 ? largest_bits(x + first, n) : 0;
+        float padding[SCALED_BLOCK] = {0};
+        const float *block = x + first;
+        if (n < SCALED_BLOCK) block = memcpy(padding, block, n > 0 ? n * sizeof(float) : 0);
+        uint32_t largest = largest_bits(block, SCALED_BLOCK);
         scales[j] = largest >= 0x7f800000 ? 0x7f : block_code(float_of(largest) * factor, rounding->stochastic);
         float inverse = scales[j] == 0x7f ? 0 : reciprocal(e4m3_to_float(scales[j]) * *h->head);
         if (!(inverse > 0)) continue;
-        uint8_t each[SCALED_BLOCK] = {0}, *to = codes + (first < half ? first : first - half);
-        if (!rounding->stochastic)
-            nearest_nibbles(each, x + first, n, inverse, h->type);
-        else
-            for (int64_t c = 0; c < n; c++)
-                each[c] = random_nibble(x[first + c], inverse, h->type, random_at(rounding, first + c));
+        uint8_t each[SCALED_BLOCK], *to = codes + (first < half ? first : first - half);
+        if (!rounding->stochastic) {
+            nearest_nibbles(each, block, inverse, h->type);
+        } else {
+            float u[SCALED_BLOCK];
+            random_chunk(u, rounding, first, SCALED_BLOCK);
+            random_nibbles(each, block, u, inverse, h->type);
+        }
         for (int c = 0; c < SCALED_BLOCK; c++) to[c] |= (uint8_t)(each[c] << (first < half ? 0 : 4));
     }
 }
