@@ -38,7 +38,7 @@ def test_models_that_keep_more_than_keys_and_values_are_named(name):
 def test_other_recurrences_are_named():
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["mamba"](**CONFIGS["unsupported"]["mamba"]))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["mamba"](**CONFIGS["unsupported"]["mamba"])).eval()
     with pytest.raises(ReplayError, match="Mamba-1"):
         engine(model)
 

@@ -137,5 +137,8 @@ def test_closing_cancels():
     served.step()
     served.close()
     assert {request.samples[0].finish for request in requests} == {"cancelled"}
+    served.close()
+    with pytest.raises(ReplayError, match="is closed"):
+        served.generate(prompts())
     with engine(model) as again, pytest.raises(ReplayError, match="expected one or 4"):
         again.generate(prompts(), [Params()])

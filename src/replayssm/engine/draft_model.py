@@ -76,7 +76,8 @@ class DraftModel:
 
     def close(self) -> None:
         """See ``Drafter.close``."""
-        self.runner.close()
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
 
     def forget(self, key: Hashable) -> None:

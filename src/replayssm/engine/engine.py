@@ -82,6 +82,7 @@ class Engine:
         settings = settings_of(window, most, precision)
         checks.integer("chunk", chunk, 1)
         self.tokenizer, self.drafter, self.seed = tokenizer, drafter, checks.integer("seed", seed, 0)
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         self.runner = Runner(model, slots, memory, max_length, settings)
         try:
             if drafter is not None:
@@ -91,9 +92,9 @@ class Engine:
             raise
         self.prefix = PrefixCache(chunk, prefix_memory)
         self.scheduler = Scheduler(self.runner, self.prefix, drafter)
-        self._vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         self._loop = Loop(self.runner, self.scheduler, drafter, chunk, self._vocabulary, _end_tokens(model))
         self._requests = 0
+        self._closed = False
 
     def __enter__(self) -> Engine:
         return self
@@ -102,7 +103,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Cancel what runs and make the model stock again."""
+        """Cancel what runs and make the model stock again. Closing twice is no error."""
+        if self._closed:
+            return
+        self._closed = True
         for sample in [*self.scheduler.running, *self.scheduler.waiting]:
             self.cancel(sample.request)
         self.prefix.clear()
@@ -114,9 +118,11 @@ class Engine:
         """Queue a prompt; ``step`` brings it on.
 
         Raises:
-            ReplayError: the prompt is empty or has tokens that the model has not, or prompt and ``max_tokens`` do not
-                fit into ``max_length``, or stop strings are asked for without a tokenizer.
+            ReplayError: the engine is closed, the prompt is empty or has tokens that the model has not, or prompt and
+                ``max_tokens`` do not fit into ``max_length``, or stop strings are asked for without a tokenizer.
         """
+        if self._closed:
+            raise ReplayError("engine: is closed")
         params = Params() if params is None else params
         tokens = self._tokens(prompt)
         limit = self.runner.max_length
@@ -205,7 +211,7 @@ class Engine:
                     self.cancel(request)
 
     def _submit_all(self, prompts: Any, params: Any) -> list[Request]:
-        prompts = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # tensors and arrays
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed: list[Prompt] = [prompts] if single else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
