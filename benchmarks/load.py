@@ -213,7 +213,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
     from replayssm import models
 
     model, tokenizer = models.load(asked.model, dtype=torch.float32)
