@@ -199,3 +199,9 @@ def test_logprobs_are_those_of_the_whole_text():
     got = torch.tensor([entry.value for entry in request.samples[0].logprobs])
     torch.testing.assert_close(got, logs.gather(1, whole[0, 21:, None])[:, 0], rtol=1e-3, atol=1e-4)
     assert [entry.top[0][0] for entry in request.samples[0].logprobs] == wanted[3]
+
+
+def test_the_engine_is_for_the_cpu():
+    model = tiny("qwen3_5_text")[0].to("meta")
+    with pytest.raises(ReplayError, match=r"^model: the engine runs on the CPU, and the model is on meta"):
+        Engine(model, slots=1)

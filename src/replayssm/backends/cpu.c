@@ -80,6 +80,17 @@ static inline float dot(const float *restrict a, const float *restrict b, int64_
     return sum;
 }
 
+static inline void dot_pair(const float *restrict a, const float *restrict x, const float *restrict y, float *first,
+                            float *second, int64_t n) {
+    float p = 0, q = 0;
+#pragma omp simd reduction(+ : p, q)
+    for (int64_t i = 0; i < n; i++) {
+        p = MADD(a[i], x[i], p);
+        q = MADD(a[i], y[i], q);
+    }
+    *first = p, *second = q;
+}
+
 static inline void add_scaled(float *restrict to, const float *restrict x, float scale, int64_t n) {
     for (int64_t i = 0; i < n; i++) to[i] = MADD(scale, x[i], to[i]);
 }
@@ -141,6 +152,12 @@ static void load_keys(float *keys, const Layer *l, int64_t slot, int64_t group, 
 static void read_state(float *out, const Head *h, const float *probes, int64_t count, int64_t P, int64_t K,
                        float *scratch) {
     if (read_fused(out, h, probes, count, P, K, scratch)) return;
+    if (h->type == F32 && count <= 2) { /* row after row, one stream: the hardware sees it and fetches ahead */
+        const float *rows = (const float *)h->codes;
+        for (int64_t p = 0; p < P && count == 1; p++) out[p] = dot(rows + p * K, probes, K);
+        for (int64_t p = 0; p < P && count == 2; p++) dot_pair(rows + p * K, probes, probes + K, out + p, out + P + p, K);
+        return;
+    }
     int64_t bytes = size_of(h->type, K);
     for (int64_t p = 0; p < P; p += BLOCK) {
         int64_t rows = P - p < BLOCK ? P - p : BLOCK;

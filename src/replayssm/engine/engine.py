@@ -68,9 +68,14 @@ class Engine:
             seed: of requests without a seed of their own.
 
         Raises:
-            ReplayError: a number out of range, memory too small for one sequence, or a model that is attached already
-                or has layers that cannot be served.
+            ReplayError: a number out of range, memory too small for one sequence, or a model that is not on the CPU, is
+                attached already or has layers that cannot be served.
         """
+        device = next(model.parameters()).device
+        if device.type != "cpu":
+            raise ReplayError(
+                f"model: the engine runs on the CPU, and the model is on {device}; use attach(model) there"
+            )
         if slots is not None and memory is not None:
             raise ReplayError("slots: give slots or memory, not both")
         slots = 8 if slots is None and memory is None else slots
