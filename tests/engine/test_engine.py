@@ -1,5 +1,6 @@
 """Greedy text from the engine is the text of ``model.generate`` alone: any batch, order, drafter and model."""
 
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -202,6 +203,6 @@ def test_logprobs_are_those_of_the_whole_text():
 
 
 def test_the_engine_is_for_the_cpu():
-    model = tiny("qwen3_5_text")[0].to("meta")
+    model = deepcopy(tiny("qwen3_5_text")[0]).to("meta")
     with pytest.raises(ReplayError, match=r"^model: the engine runs on the CPU, and the model is on meta"):
         Engine(model, slots=1)
