@@ -1,4 +1,4 @@
-/* The step and the fold on the CPU, at memory speed.
+/* The step and the fold on the CPU.
 
    One call handles a range of work items; an item is one group of one row, so that what the heads of a group share is
    computed once. Only live entries are read. Letters as in the mathematics page: H heads, G groups, P head_dim,
