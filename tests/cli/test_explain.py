@@ -122,3 +122,8 @@ def test_unsupported_recurrence_is_named(tmp_path):
     result = run(str(tmp_path))
     assert result.exit_code == 2
     assert "'falcon_mamba': its recurrence is Mamba-1; supported are Mamba-2, GDN and KDA" in result.stderr
+
+
+def test_the_readme_s_share_of_traffic():
+    moved = document("qwen3.5-4b")["recurrent_bytes_per_token"]
+    assert round(moved["replay"] / moved["conventional"], 2) == 0.61
