@@ -64,6 +64,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_given_tokenizer_is_taken_as_it_is(data: Path, tmp_path: Path):
+    taken = prepare.take_tokenizer(data / "tokenizer", tmp_path / "copy")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "copy" / name).read_bytes() == (data / "tokenizer" / name).read_bytes()
+    text = (ROOT / "LICENSE").read_text()
+    with lzma.open(data / "train.u16.xz") as file:
+        assert prepare.encode(taken, [text] * 4).tobytes() == file.read()
+
+
 def tiny(folder: Path, **training: int) -> Path:
     """Write the shipped configuration, shrunk."""
     config = json.loads((ROOT / "training" / "docs_gdn.json").read_text())

@@ -1,12 +1,14 @@
 """Collect permissively licensed documentation, train the tokenizer, write the training tokens and the held-out text.
 
 python training/prepare.py --output out/data
+python training/prepare.py --output out/data --tokenizer src/replayssm/models/docs_gdn    # for that model's own head
 """
 
 import argparse
 import json
 import lzma
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -97,6 +99,14 @@ def train_tokenizer(texts: list[str], path: Path, vocabulary: int = VOCABULARY) 
     return tokenizer
 
 
+def take_tokenizer(model: Path, path: Path) -> Tokenizer:
+    """Copy the tokenizer of a trained model, for what is trained on top of it."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, path / name)
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     """Encode documents to one array, each preceded by the separator."""
     separator = tokenizer.token_to_id(SEPARATOR)
@@ -113,6 +123,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path("out/packages"))
     parser.add_argument("--sources", type=Path, default=HERE / "sources.json")
     parser.add_argument("--heldout", type=Path, help="where the held-out text goes (default: OUTPUT/heldout)")
+    parser.add_argument("--tokenizer", type=Path, help="encode with the tokenizer of this model folder, train none")
     parser.add_argument("--record", action="store_true", help="write versions and sizes back to the sources file")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
@@ -152,7 +163,8 @@ def main() -> None:
     # Neighbouring documents resemble each other; a fixed shuffle makes every stretch of tokens a mixture
     order = np.random.default_rng(0).permutation(len(train))
     train = [train[i] for i in order]
-    tokenizer = train_tokenizer(train, options.output / "tokenizer")
+    folder = options.output / "tokenizer"
+    tokenizer = train_tokenizer(train, folder) if not options.tokenizer else take_tokenizer(options.tokenizer, folder)
     print(f"{time.monotonic() - begin:6.1f} s  tokenizer", flush=True)
     tokens = encode(tokenizer, train)
     size = sum(len(t.encode()) for t in train)
