@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from conventional import conventional_step
-from kernel import DEVICE, graph, random_inputs
 from replayssm import Layout, Precision, Recurrence, ReplayCache, Rows, step
-from replayssm.backends.triton.launch import Tile
+from replayssm.bench.cases import random_inputs
+from replayssm.bench.conventional import make_step
+from replayssm.bench.timing import graph
+
+DEVICE = "cuda"
 
 
 def drift(recurrence: Recurrence, tokens: int, window: int = 32, policy: Precision | None = None) -> dict[str, float]:
@@ -21,17 +23,16 @@ def drift(recurrence: Recurrence, tokens: int, window: int = 32, policy: Precisi
     rows, ones = Rows.decode(slots), torch.ones_like(slots)
     truth = torch.zeros((2, *layout.tensors["checkpoint"].shape), dtype=torch.float64, device=DEVICE)
     single = truth.float()
-    tile = Tile(16, 128, 2)
+    exact, single_step = make_step(layout, 2, DEVICE, torch.float64), make_step(layout, 2, DEVICE)
     sums = torch.zeros(3, dtype=torch.float64, device=DEVICE)
-    outs = [torch.empty((2, 4, 64), dtype=d, device=DEVICE) for d in (torch.float64, torch.float32)]
-    inputs = [random_inputs(layout, 2, n) for n in range(64)]
+    inputs = [random_inputs(layout, 2, DEVICE, n) for n in range(64)]
 
     def block() -> None:
         for part in inputs:
             got = step(cache[0], part, rows)
             cache.commit(rows, ones)
-            want = conventional_step(truth, slots, part, layout, outs[0], tile, torch.float64)
-            usual = conventional_step(single, slots, part, layout, outs[1], tile)
+            want = exact(truth, part)
+            usual = single_step(single, part)
             parts = (got.double() - want, usual.double() - want, want)
             sums.add_(torch.stack([(part**2).sum() for part in parts]))
 

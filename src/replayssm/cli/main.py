@@ -9,6 +9,7 @@ _EXTRAS = {
     "typer": "cli",
     "rich": "cli",
     "pydantic": "cli",
+    "matplotlib": "bench",
     "transformers": "transformers",
     "safetensors": "transformers",
 }
@@ -20,6 +21,7 @@ def build() -> Any:
 
     from replayssm import __version__
 
+    from .bench import bench
     from .check import check
     from .explain import explain
     from .generate import generate
@@ -48,6 +50,7 @@ def build() -> Any:
 
     for function in (generate, check, explain):
         app.command()(function)
+    app.add_typer(bench)
     return app
 
 

@@ -1,4 +1,4 @@
-"""The conventional decode step, reading and rewriting the state at every token: the baseline of every figure.
+"""The conventional decode step on a GPU, reading and rewriting the state at every token: the baseline of every figure.
 
 One kernel for all recurrences with the library's own gates, so that it differs from the replay step in one thing only.
 With ``wide=torch.float64`` it is the reference of long drift runs.
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm import Layout
 from replayssm.backends.triton.args import Tokens
 from replayssm.backends.triton.gates import channel_gates, head_gates, unit_scales
 from replayssm.backends.triton.launch import Raw, Tile, inner_contiguous, make_shape, raw_inputs
 from replayssm.inputs import Inputs
+from replayssm.layout import Layout
 
 
 @triton.jit

@@ -1,0 +1,222 @@
+"""What is measured: shapes of published models' layers, and cases as data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm.checks import ReplayError
+from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
+from replayssm.layout import GDN, KDA, MAMBA2, Layout, Precision, Recurrence
+
+RECURRENCES = {recurrence.name: recurrence for recurrence in (MAMBA2, GDN, KDA)}
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a layer."""
+
+    recurrence: Recurrence
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+
+
+SHAPES = {
+    "mamba2-128x64x128": Size(MAMBA2, 128, 8, 64, 128),  # Nemotron-3 Super
+    "mamba2-96x80x128": Size(MAMBA2, 96, 8, 80, 128),  # Nemotron-3 Nano 4B
+    "gdn-64x128x128": Size(GDN, 64, 16, 128, 128),  # Qwen3.5-122B
+    "kda-64x128x128": Size(KDA, 64, 64, 128, 128),  # GLM-5 Next
+    "kda-32x128x128": Size(KDA, 32, 32, 128, 128),  # Kimi Linear 48B
+}
+_FREE = re.compile(r"(mamba2|gdn|kda)-(\d+)x(\d+)x(\d+)g(\d+)")
+
+
+def size_of(shape: str) -> Size:
+    """A published shape by name, or a free one: ``RECURRENCE-HEADSxHEAD_DIMxSTATE_DIMgGROUPS``."""
+    if shape in SHAPES:
+        return SHAPES[shape]
+    found = _FREE.fullmatch(shape)
+    if found is None:
+        raise ReplayError(
+            f"shape: got {shape!r}, expected one of {', '.join(SHAPES)}, or sizes such as gdn-32x128x128g16 "
+            "(heads x head_dim x state_dim g groups)"
+        )
+    heads, head_dim, state_dim, groups = map(int, found.groups()[1:])
+    return Size(RECURRENCES[found[1]], heads, groups, head_dim, state_dim)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One figure.
+
+    Attributes:
+        shape: as ``size_of`` reads it.
+        batch: rows, each with its own slot.
+        window: entries of the buffer, drafts included.
+        draft: tokens a row brings a step; 1 is plain decode.
+        accepted: tokens that each commit accepts.
+        precision: a preset's name.
+    """
+
+    shape: str
+    batch: int
+    window: int = 32
+    draft: int = 1
+    accepted: int = 1
+    precision: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return name_of(vars(self))
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the case, bfloat16 activations."""
+        size = size_of(self.shape)
+        sizes = (size.recurrence, size.heads, size.groups, size.head_dim, size.state_dim)
+        policy = Precision.preset(self.precision)
+        return Layout(*sizes, window=self.window, max_draft=self.draft, precision=policy)
+
+    @property
+    def period(self) -> int:
+        """Model steps from fold to fold of a row."""
+        return self.layout.room // self.accepted + 1
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """The name of a row's case: shape, batch, tokens accepted of those drafted, window, precision."""
+    tokens = "1" if row["draft"] == 1 else f"{row['accepted']}of{row['draft']}"
+    return f"{row['shape']}/b{row['batch']}/t{tokens}/w{row['window']}/{row['precision']}"
+
+
+def usual_window(shape: str, draft: int) -> int:
+    """The window that the tables use: short where an entry is wide (a decay per channel)."""
+    if draft == 1:
+        return 16 if size_of(shape).recurrence == KDA else 32
+    return 32 if draft <= 4 else 48
+
+
+def usual_accepted(draft: int) -> int:
+    """Tokens that a commit accepts: 3 of 4, 5 of 8, about two thirds of others."""
+    return {4: 3, 8: 5}.get(draft, max(1, round(0.65 * draft)))
+
+
+def default_cases(device: str) -> list[Case]:
+    """The cases of docs/performance.md, the ones that matter most first; a few small ones on the CPU."""
+    if device == "cpu":
+        shapes = ("mamba2-128x64x128", "gdn-64x128x128", "kda-64x128x128")
+        return [Case(shape, batch, 16) for batch in (16, 1) for shape in shapes]
+    kinds = [(256, 1, "fp32"), (64, 1, "fp32"), (256, 4, "fp32"), (256, 8, "fp32"), (64, 4, "fp32"), (64, 8, "fp32")]
+    kinds += [(256, 1, "fp16sr"), (16, 1, "fp32"), (1, 1, "fp32"), (512, 1, "fp32"), (4, 1, "fp32")]
+    return [make_case(shape, batch, draft, precision=p) for batch, draft, p in kinds for shape in SHAPES]
+
+
+def make_case(
+    shape: str,
+    batch: int,
+    draft: int = 1,
+    window: int | None = None,
+    precision: str = "fp32",
+    accepted: int | None = None,
+) -> Case:
+    """A case with the usual window and acceptance where they are not given; wrong values raise."""
+    case = Case(
+        shape,
+        batch,
+        window or usual_window(shape, draft),
+        draft,
+        accepted or usual_accepted(draft),
+        Precision.preset(precision).name,
+    )
+    if not 1 <= case.accepted <= draft:
+        raise ReplayError(f"accepted: got {case.accepted}, expected 1…{draft}, the tokens of a step")
+    _ = case.layout  # raises for what does not fit together
+    return case
+
+
+def select(
+    device: str,
+    recurrences: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    batches: Sequence[int] = (),
+    drafts: Sequence[int] = (),
+    windows: Sequence[int] = (),
+    precisions: Sequence[str] = (),
+    parts: Sequence[str] = (),
+) -> list[Case]:
+    """The default cases of these shapes or, where any other list is given, the product of the lists.
+
+    Args:
+        device: "cuda" or "cpu".
+        recurrences: names; their published shapes.
+        shapes: names, parts of published names, or free sizes.
+        batches, drafts, windows, precisions: what is left empty takes its default.
+        parts: keeps the cases whose name contains one of them.
+    """
+    wrong = [name for name in recurrences if name not in RECURRENCES]
+    if wrong:
+        raise ReplayError(f"recurrence: got {wrong[0]!r}, supported: {', '.join(RECURRENCES)}")
+    cases = default_cases(device)
+    wanted = _shapes(recurrences, shapes) or list(dict.fromkeys(case.shape for case in cases))
+    cases = [case for case in cases if case.shape in wanted]
+    if batches or drafts or windows or precisions or any(shape not in SHAPES for shape in wanted):
+        free = product(
+            batches or [16 if device == "cpu" else 256], drafts or [1], windows or [None], precisions or ["fp32"]
+        )
+        cases = [make_case(s, b, t, w, p) for b, t, w, p in free for s in wanted]
+    cases = [case for case in cases if not parts or any(part in case.name for part in parts)]
+    if not cases:
+        raise ReplayError("no case is left: see replayssm bench kernel --list")
+    return cases
+
+
+def _shapes(recurrences: Iterable[str], names: Iterable[str]) -> list[str]:
+    found = [s for name in names for s in ([p for p in SHAPES if name in p] or [name])]
+    for name in found:
+        size_of(name)
+    families = set(recurrences)
+    if not found:
+        found = [s for s in SHAPES if families and SHAPES[s].recurrence.name in families]
+    elif families:
+        found = [s for s in found if size_of(s).recurrence.name in families]
+    return list(dict.fromkeys(found))
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of two that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def random_inputs(layout: Layout, tokens: int, device: str, seed: int = 0) -> Inputs:
+    """Inputs of a decode step with the gates' usual ranges."""
+    source = torch.Generator(device).manual_seed(seed)
+    h, g, p, k, n = layout.heads, layout.groups, layout.head_dim, layout.state_dim, tokens
+
+    def rand(*shape: int, dtype: torch.dtype = layout.dtype) -> Tensor:
+        return torch.randn(*shape, generator=source, device=device).to(dtype)
+
+    wide = torch.float32
+    rate = torch.rand(h, generator=source, device=device) * 4 + 0.5
+    if layout.recurrence == MAMBA2:
+        bias = torch.rand(h, generator=source, device=device) * 3 - 5
+        return Mamba2Inputs(rand(n, h, p), rand(n, h), rand(n, g, k), rand(n, g, k), -rate, bias)
+    q, key, v = rand(n, g, k), rand(n, g, k), rand(n, h, p)
+    if layout.recurrence == GDN:
+        return GdnInputs(q, key, v, rand(n, h), rand(n, h), rate.log(), rand(h, dtype=wide) - 3)
+    return KdaInputs(q, key, v, rand(n, h, k), rand(n, h), rate.log(), rand(h, k, dtype=wide) - 3)
+
+
+def take(inputs: Inputs, index: Tensor) -> Inputs:
+    """The tokens of ``index`` [N'] alone."""
+    names = [f.name for f in fields(inputs) if f.name not in ("A", "A_log", "dt_bias")]  # type: ignore[arg-type]
+    picked = {n: v[index] for n in names if isinstance(v := getattr(inputs, n), Tensor)}
+    return replace(inputs, **picked)  # type: ignore[type-var]
