@@ -27,6 +27,13 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 POINTER = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+ARCH = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "gfx942": 0}
+
+
+def _pointer(layout: Layout, name: str) -> str:
+    """The type of a pointer to a tensor of the layout; that of None where there is none."""
+    spec = layout.tensors.get(name)
+    return "constexpr" if spec is None else POINTER.get(spec.dtype, "*u8")
 
 
 class Resources(NamedTuple):
@@ -37,19 +44,18 @@ class Resources(NamedTuple):
     shared: int
 
 
-def step_source(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, dot: str) -> ASTSource:
+def step_source(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, dot: str, arch: int = 0) -> ASTSource:
     act, wide = POINTER[layout.dtype], "*fp32"
     r = layout.recurrence
-    channel, head, delta = r.decay == "channel", r.decay == "head", r.update == "delta"
-    checkpoint = layout.precision.checkpoint
-    assert isinstance(checkpoint, torch.dtype)
+    channel, head = r.decay == "channel", r.decay == "head"
+    read = "checkpoint" if layout.precision.read_copy is None else "read_copy"
+    source = {"state": read, "scale": read + "_scale", "head_scale": read + "_head_scale"}
+    source |= {"decay": "decay" if head else "", "channels": "decay" if channel else ""}
 
     def some(present: bool, kind: str) -> str:
         return kind if present else "constexpr"
 
-    layer = Layer(
-        POINTER[checkpoint], act, act, wide, some(head, wide), some(channel, wide), some(delta, wide), some(delta, wide)
-    )
+    layer = Layer(*(_pointer(layout, source.get(field, field)) for field in Layer._fields))
     has_bias = gate in ("mamba2", "softplus", "bounded")
     inputs = Tokens(
         act,
@@ -71,6 +77,7 @@ def step_source(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, d
         unit,
         tree,
         tokens=1 if layout.max_draft == 1 else max(8, triton.next_power_of_2(layout.max_draft)),
+        arch=arch,
     )
     signature = {
         "layer": layer, "strides": strides, "inputs": inputs, "token_strides": token_strides, "batch": batch,

@@ -28,6 +28,8 @@ class Shape:
         unit: whether q and k are l2-normalised.
         tree: whether drafts form a tree.
         dot: "bf16", or "interpret" for the interpreter, which has no bfloat16.
+        read: the format of what steps read (``triton.formats``).
+        arch: compute capability of a CUDA GPU, 90 for 9.0; 0 elsewhere, for what has instructions of its own.
     """
 
     H: int
@@ -49,15 +51,20 @@ class Shape:
     unit: bool = False
     tree: bool = False
     dot: str = "bf16"
+    read: str = "fp32"
+    arch: int = 0
 
 
 class Layer(NamedTuple):
     """One number or tensor for each tensor of a layer: pointers, or strides between slots.
 
-    ``state`` is what steps read (checkpoint or read copy); ``decay`` is per head, ``channels`` per channel.
+    ``state`` is what steps read (checkpoint or read copy), ``scale`` and ``head_scale`` are its scales; ``decay`` is
+    per head, ``channels`` per channel; ``written_scale`` and ``written_low`` belong to ``written``.
     """
 
     state: Any
+    scale: Any
+    head_scale: Any
     key: Any
     value: Any
     weight: Any
@@ -65,6 +72,8 @@ class Layer(NamedTuple):
     channels: Any
     key_scale: Any
     written: Any
+    written_scale: Any
+    written_low: Any
 
 
 class Tokens(NamedTuple):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replayssm.backends.triton.formats import columns_of, planes, read_state, row_scales, store_written
 from replayssm.backends.triton.gates import channel_gates, head_gates, load_or, unit_scales
 from replayssm.backends.triton.step import BAD_SLOT, admit, clear, decay_of_entries, report
 from replayssm.backends.triton.tile import write
@@ -25,7 +26,7 @@ def load_entries(base, e, mask, width: tl.constexpr, S: tl.constexpr):
     parts = ()
     C: tl.constexpr = S.C
     for part in tl.static_range(C):
-        columns = part * S.BK + tl.arange(0, S.BK)
+        columns = columns_of(part, S)
         at = base + e[:, None] * width + columns[None, :]
         parts = parts + (tl.load(at, mask=mask[:, None] & (columns < width)[None, :], other=0.0),)
     return parts
@@ -53,14 +54,17 @@ def channel_decay(
 
 
 @triton.jit
-def read_entries(values, weights_q, weights_k, e, old, p, inside, S: tl.constexpr):
+def read_entries(values, low, weights_q, weights_k, e, old, p, inside, S: tl.constexpr):
     """Σ_j weight_j u_j over the entries, for both weights [BE]: [BP] each.
 
-    The orientation of the tile decides how many lanes a sum crosses; which is best depends on the width of u.
+    The orientation of the tile decides how many lanes a sum crosses; which is best depends on the width of u. ``low``
+    is the second tensor of split values.
     """
     if values.dtype.element_ty.primitive_bitwidth == 16:
         mask = old[:, None] & inside[None, :]
         u = tl.load(values + e[:, None] * S.P + p[None, :], mask=mask, other=0.0).to(tl.float32)
+        if low is not None:
+            u += tl.load(low + e[:, None] * S.P + p[None, :], mask=mask, other=0.0).to(tl.float32)
         return tl.sum(weights_q[:, None] * u, 0), tl.sum(weights_k[:, None] * u, 0)
     else:
         mask = old[None, :] & inside[:, None]
@@ -94,6 +98,8 @@ def decode_kernel(
     T: tl.constexpr = S.T
     K: tl.constexpr = S.K
     C: tl.constexpr = S.C
+    BK: tl.constexpr = S.BK
+    PLANES: tl.constexpr = planes(S.read)
     tiles: tl.constexpr = (S.P + S.BP - 1) // S.BP
     chunks = (S.share * tiles + each - 1) // each
     pid = tl.program_id(0)
@@ -125,7 +131,7 @@ def decode_kernel(
     kk, qk = qq, qq
     probes_q, probes_k = (), ()
     for part in tl.static_range(C):
-        columns = part * S.BK + tl.arange(0, S.BK)
+        columns = columns_of(part, S)
         q, k = raw_q[part].to(tl.float32), raw_k[part].to(tl.float32)
         qq += q * q
         kk += k * k
@@ -158,12 +164,15 @@ def decode_kernel(
         tile = item % tiles
         p = tile * S.BP + tl.arange(0, S.BP)
         inside = p < S.P
-        state = layer.state + where * strides.state + (head * S.P + tile * S.BP) * S.K
+        first = head * S.P + tile * S.BP
         entries = head * S.W
         value = layer.value + where * strides.value + entries * S.P
         weight = layer.weight + where * strides.weight + entries
         decay = None if layer.decay is None else layer.decay + where * strides.decay + entries
         written = None if layer.written is None else layer.written + where * strides.written + entries * S.P
+        lower = None if layer.written_low is None else layer.written_low + where * strides.written_low + entries * S.P
+        scales = None if layer.written_scale is None else layer.written_scale + where * strides.written_scale + entries
+        by_row = row_scales(layer, strides, where, head, first, inside & live, S)
         v = tl.load(inputs.v + token * token_strides.v + head * S.P + p, mask=inside & live, other=0.0)
         g = tl.sum(tl.where(heads == head, gates_g, 0.0), 0)
         beta = tl.sum(tl.where(heads == head, gates_beta, 0.0), 0)
@@ -171,18 +180,19 @@ def decode_kernel(
         reach = tl.where(old, tl.exp(since + g), 0.0)
         if written is None:
             reach *= tl.load(weight + e, mask=old, other=0.0)
-            past_q, past_k = read_entries(value, score_q * reach, score_k * reach, e, old, p, inside, S)
+            past_q, past_k = read_entries(value, None, score_q * reach, score_k * reach, e, old, p, inside, S)
         else:
-            past_q, past_k = read_entries(written, score_q * reach, score_k * reach, e, old, p, inside, S)
+            reach *= load_or(scales, e, old, 1.0)
+            past_q, past_k = read_entries(written, lower, score_q * reach, score_k * reach, e, old, p, inside, S)
         # Loaded ahead by the pipeline; taken where they are needed, so that few registers hold them.
         sums_q, sums_k = tl.full([S.BP, S.BK], 0.0, tl.float32), tl.full([S.BP, S.BK], 0.0, tl.float32)
-        for part in tl.static_range(C):
-            along = part * S.BK + tl.arange(0, S.BK)[None, :]
-            at = state + tl.arange(0, S.BP)[:, None] * S.K + along
-            s = tl.load(at, mask=(inside & live)[:, None] & (along < S.K), other=0.0).to(tl.float32)
-            sums_q += s * probes_q[part]
-            sums_k += s * probes_k[part]
-        far = tl.exp(total + g)
+        for part in tl.static_range(C // PLANES):
+            found = read_state(layer, strides, where, first, inside & live, part, BK, S)
+            for plane in tl.static_range(PLANES):
+                s = found[plane].to(tl.float32)
+                sums_q += s * probes_q[part + plane * (C // PLANES)]
+                sums_k += s * probes_k[part + plane * (C // PLANES)]
+        far = tl.exp(total + g) * by_row
         seen_q = (tl.sum(sums_q, 1) * far + past_q) * q_scale
         seen_k = (tl.sum(sums_k, 1) * far + past_k) * k_scale
         nothing = tl.full([1, 1], 0.0, tl.float32)
@@ -192,7 +202,8 @@ def decode_kernel(
         tl.store(out + (token * S.H + head) * S.P + p, result.to(out.dtype.element_ty), mask=inside & live)
         tl.store(value + length * S.P + p, v, mask=inside & live)
         if written is not None:
-            tl.store(written + length * S.P + p, u.to(written.dtype.element_ty), mask=inside & live)
+            here = (inside & live)[None, :]
+            store_written(written, lower, scales, length + mine[:, None], p[None, :], u[None, :], here, S)
         tl.store(weight + length, beta, mask=live & (tile == 0))
         if decay is not None:
             tl.store(decay + length, g, mask=live & (tile == 0))

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm import checks
+from replayssm.backends.triton import formats
 from replayssm.backends.triton.args import Batch, Books, Layer, Shape, Tokens, Types
 from replayssm.backends.triton.commit import NOBODY, commit_kernel, compact_kernel
 from replayssm.backends.triton.conv import compact_conv_kernel, conv_kernel
@@ -458,7 +459,7 @@ class Kernels:
     def _shape(self, tile: Tile, gate: str = "linear", unit: bool = False, tree: bool = False) -> Shape:
         layout = self.cache.layout
         block = 1 if layout.max_draft == 1 else max(8, triton.next_power_of_2(layout.max_draft))
-        return make_shape(layout, tile, gate, unit, tree, tokens=block)
+        return make_shape(layout, tile, gate, unit, tree, tokens=block, arch=_capability(self.device))
 
 
 def _bound(rows: Rows, tokens: int) -> int:
@@ -474,9 +475,10 @@ def chunk(most: int, tiles: int, programs: int) -> int:
     return each
 
 
-def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, tokens: int) -> Shape:
+def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, tokens: int, arch: int = 0) -> Shape:
     """The compile-time record of a launch. BE: the whole window for the step, blocks of 16 for the fold."""
     share = 1 if layout.recurrence.decay == "channel" else layout.heads // layout.groups
+    read = (layout.precision.read_format or layout.precision.checkpoint_format).name
     return Shape(
         layout.heads,
         layout.groups,
@@ -488,7 +490,7 @@ def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, to
         BE=max(16, triton.next_power_of_2(layout.window)),
         BP=tile.p,
         BK=tile.k,
-        C=triton.next_power_of_2(triton.cdiv(layout.state_dim, tile.k)),
+        C=formats.planes(read) * triton.next_power_of_2(triton.cdiv(formats.plane(read, layout.state_dim), tile.k)),
         share=share,
         lanes=triton.next_power_of_2(share),
         stages=tile.stages,
@@ -497,7 +499,18 @@ def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, to
         unit=unit,
         tree=tree and layout.max_draft > 1,
         dot="interpret" if triton.knobs.runtime.interpret else "bf16",
+        read=read,
+        arch=arch,
     )
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """See ``Shape.arch``."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @functools.cache
@@ -523,6 +536,11 @@ def _expect_supported(layout: Layout, device: torch.device) -> None:
             )
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    """Codes of eight bits as bytes, whose type every GPU knows."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
 def _layer_args(tensors: dict[str, Tensor], layout: Layout, index: int) -> tuple[Layer, Layer]:
     """Pointers and slot strides of a layer as the step takes them."""
     for name, tensor in tensors.items():
@@ -531,10 +549,11 @@ def _layer_args(tensors: dict[str, Tensor], layout: Layout, index: int) -> tuple
                 f"views[{index}][{name!r}]: each slot must be contiguous on {tensor.device}, got strides "
                 f"{tensor.stride()}"
             )
-    found = {name: t for name, t in tensors.items() if name not in ("checkpoint", "read_copy", "decay", "conv")}
-    found["state"] = tensors.get("read_copy", tensors["checkpoint"])
-    decay = tensors.get("decay")
-    found["channels" if layout.recurrence.decay == "channel" else "decay"] = decay  # type: ignore[assignment]
+    found: dict[str, Tensor | None] = {name: _bytes(tensor) for name, tensor in tensors.items()}
+    read = "checkpoint" if layout.precision.read_copy is None else "read_copy"
+    for name, suffix in (("state", ""), ("scale", "_scale"), ("head_scale", "_head_scale")):
+        found[name] = found.get(read + suffix)
+    found["channels" if layout.recurrence.decay == "channel" else "decay"] = found.pop("decay", None)
     pointers = Layer(*(found.get(name) for name in Layer._fields))
     return pointers, Layer(*(0 if t is None else t.stride(0) for t in pointers))
 
