@@ -4,9 +4,11 @@ See docs/speculation.md. Reading order: request, tree, sampling, attention, pack
 """
 
 from .draft_model import DraftModel
-from .drafters import Ask, Drafter, PromptLookup, SuffixLookup
+from .drafters import Ask, Drafter, Observer, PromptLookup, Seen, SuffixLookup
 from .engine import Engine
 from .loop import Counters
+from .mtp import MtpDrafter
+from .mtp_head import MtpHead
 from .request import Event, Logprob, Params, Request, Sample
 from .sampling import Point
 from .tree import Draft
@@ -20,10 +22,14 @@ __all__ = [
     "Engine",
     "Event",
     "Logprob",
+    "MtpDrafter",
+    "MtpHead",
+    "Observer",
     "Params",
     "Point",
     "PromptLookup",
     "Request",
     "Sample",
+    "Seen",
     "SuffixLookup",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from replayssm import ReplayError, checks
 
@@ -60,6 +60,34 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """The engine is closed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a forward of the model computed for good of one sequence.
+
+    Attributes:
+        key: of the sequence.
+        start: how many tokens were computed before.
+        hidden: [n, hidden_size], what the model's output layer read after each token.
+        tokens: all that are known; the last one's successor is not among them.
+        heirs: keys of sequences that go on from a copy of this one.
+    """
+
+    key: Hashable
+    start: int
+    hidden: Tensor
+    tokens: Sequence[int]
+    heirs: Sequence[Hashable] = ()
+
+
+@runtime_checkable
+class Observer(Drafter, Protocol):
+    """A drafter that wants to know what the model thought."""
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """After each forward, before its new tokens are known; sequences that were observed are in the engine."""
         ...
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .drafters import Ask, Drafter
+from .drafters import Ask, Drafter, Observer, Seen
 from .packed import Row
 from .request import Event, Request, Sample
 from .runner import Runner
@@ -80,6 +80,9 @@ class Loop:
         self.chunk, self.vocabulary, self.ends = chunk, vocabulary, ends
         self.counters = Counters()
         self.news: list[Event] = []
+        self._observer = drafter if isinstance(drafter, Observer) else None
+        if self._observer is not None:
+            runner.watch()
 
     def step(self) -> list[Event]:
         """See ``Engine.step``."""
@@ -164,10 +167,13 @@ class Loop:
                 paths.append(path)
                 told.append((each.sample, text, [each.places[node] for node in path]))
                 self._measure(each.sample, each.draft, len(path) - 1)
+        hidden = self.runner.hidden(paths) if self._observer is not None else []
         trees = any(each.row.parents is not None for each in work)
         self.runner.commit([len(path) for path in paths], paths if trees else None)
         for each, path in zip(work, paths, strict=True):
             self._settle(each, len(path))
+        if self._observer is not None:
+            self._observer.observe([self._seen(each, kept) for each, kept in zip(work, hidden, strict=True)])
         finite = logits.isfinite().all(-1).tolist()
         events: list[Event] = []
         for sample, tokens, places in told:
@@ -208,6 +214,12 @@ class Loop:
             self.scheduler.prefix.add(sample.known[: sample.computed], self.runner, sample.slot)
         if each.row.wanted:
             self.scheduler.spread(sample.request)
+
+    def _seen(self, each: Work, hidden: Tensor) -> Seen:
+        sample = each.sample
+        others = sample.request.samples[1:] if each.choosers and each.draft is None else []
+        heirs = [other.key for other in others if other.slot is not None]
+        return Seen(sample.key, sample.computed - len(hidden), hidden, sample.known, heirs)
 
     def _tell(self, sample: Sample, tokens: list[int], places: list[int], logits: Tensor) -> Event:
         """Hand out what was chosen, up to where the text ends."""

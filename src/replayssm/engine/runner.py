@@ -147,6 +147,8 @@ class Runner:
         self.lengths = [0] * self.slots
         self._plan: Plan | None = None
         self._order: list[int] = []
+        self._hidden: Tensor | None = None
+        self._tap: Any = None
 
     @property
     def bytes(self) -> int:
@@ -157,6 +159,24 @@ class Runner:
         """Make the model stock again."""
         unbind(self._mixers)
         self._mixers = []
+        if self._tap is not None:
+            self._tap.remove()
+
+    def watch(self) -> None:
+        """From now on, keep what the output layer reads, for ``hidden``."""
+
+        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+            self._hidden = output.last_hidden_state[0]
+
+        self._tap = self.model.base_model.register_forward_hook(keep)  # type: ignore[union-attr]
+
+    def hidden(self, paths: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Last hidden states [n, hidden_size] of some tokens of each row of the last forward, until its ``commit``."""
+        assert self._plan is not None
+        assert self._hidden is not None
+        starts = {r: span.start for r, span in zip(self._order, self._plan.spans, strict=True)}
+        index = [starts[r] + token for r, path in enumerate(paths) for token in path]
+        return list(self._hidden[index].split([len(path) for path in paths]))
 
     @torch.no_grad()
     def forward(self, rows: Sequence[Row]) -> Tensor:
