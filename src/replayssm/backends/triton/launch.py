@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,8 +39,14 @@ from replayssm.rows import Rows
 MAX_DRAFT, MAX_WINDOW = 16, 128
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INFINITY = float("inf")
-# Columns of the address table, in the order that ``fold.tensor_of`` documents; the last two are the fold's targets.
-COLUMNS = ("checkpoint", "key", "value", "weight", "decay", "channels", "key_scale", "written", "target", "copy")
+# Plain formats are called by their dtype in tables of tiles.
+_LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Columns of the address table, in the order that ``fold.tensor_of`` documents.
+COLUMNS = (
+    "checkpoint", "key", "value", "weight", "decay", "channels", "key_scale", "written", "target", "copy",
+    "checkpoint_scale", "checkpoint_head_scale", "read_copy_scale", "read_copy_head_scale",
+    "written_scale", "written_low",
+)  # fmt: skip
 # What went wrong with a row, by the code that a kernel reports.
 FAULTS = {
     1: "slots: row {row} has slot {value}, which is not in the cache",
@@ -100,20 +107,67 @@ class Tile:
 
 
 def tile_key(kernel: str, layout: Layout) -> str:
-    """The name of a tile in a table: what a kernel's speed depends on. ``kernel`` is "step" or "fold"."""
-    r, width = layout.recurrence, layout.precision.checkpoint
+    """The name of a tile in a table: what a kernel's speed depends on. ``kernel`` is "step" or "fold".
+
+    A step's tile goes by what it reads, a fold's by the checkpoint and its copy.
+    """
+    r, policy = layout.recurrence, layout.precision
+    kept = [form.name for form in (policy.checkpoint_format, policy.read_format) if form is not None]
     if kernel == "step":
-        kernel = "decode" if layout.max_draft == 1 else "verify"
-    assert isinstance(width, torch.dtype)
+        kernel, kept = "decode" if layout.max_draft == 1 else "verify", kept[-1:]
     size = f"{layout.head_dim}x{layout.state_dim}"
-    return f"{kernel}/{r.decay}/{r.update}/{size}/{checks.dtype_name(width)}"
+    return f"{kernel}/{r.decay}/{r.update}/{size}/{'+'.join(_LONG.get(name, name) for name in kept)}"
+
+
+def table_file(folder: Path, device: str) -> Path:
+    """A GPU's file in a folder of tables: its name, lower case with underscores."""
+    return folder / (device.lower().replace(" ", "_") + ".json")
 
 
 @functools.cache
 def tile_table(device: str) -> dict[str, list[int]]:
-    """The measured tiles of a GPU (its name, lower case with underscores), or nothing."""
-    path = Path(__file__).parent / "tiles" / (device.lower().replace(" ", "_") + ".json")
-    return json.loads(path.read_text())["tiles"] if path.exists() else {}
+    """The measured tiles of a GPU: those that come with the library, under those of the folder $REPLAYSSM_TILES."""
+    folders = [Path(__file__).parent / "tiles"]
+    if chosen := os.environ.get("REPLAYSSM_TILES"):
+        folders.append(Path(chosen))
+        if not folders[1].is_dir():
+            raise ReplayError(f"REPLAYSSM_TILES: {chosen} is no folder")
+    found: dict[str, list[int]] = {}
+    for path in (table_file(folder, device) for folder in folders):
+        if path.exists():
+            found |= read_table(path)
+    return found
+
+
+def read_table(path: Path) -> dict[str, list[int]]:
+    """The tiles of a file, by ``tile_key``; each lists the fields of ``Tile`` in order."""
+    most = len(fields(Tile))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["tiles"]
+        if all(2 < len(tile) <= most and all(type(knob) is int for knob in tile) for tile in found.values()):
+            return found
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass  # no such table, as the message says
+    raise ReplayError(f'{path}: expected {{"tiles": {{key: 3…{most} integers}}}}, as `replayssm tune` writes it')
+
+
+def least_tile(kernel: str, layout: Layout) -> tuple[int, int]:
+    """Rows and columns that a tile must have: (1, 1) where any power of two of at least 16 does.
+
+    The scale of a head's four-bit state comes from all of its elements, that of an entry of "fp16_scaled" from all of
+    head_dim; and kernels whose tiles have all columns take both planes of a four-bit row.
+    """
+    policy, rows, columns = layout.precision, 1, 1
+    fold = kernel == "fold"
+    kept = [policy.checkpoint_format, policy.read_format or policy.checkpoint_format]
+    four = [form.name for form in (kept if fold else kept[1:]) if formats.planes(form.name) == 2]
+    if (fold and four) or (not fold and "written_scale" in layout.tensors):
+        rows = max(16, triton.next_power_of_2(layout.head_dim))
+    if fold or layout.max_draft > 1:
+        columns = max(16, triton.next_power_of_2(layout.state_dim))
+        if four:
+            columns = 2 * triton.next_power_of_2(formats.plane(four[0], layout.state_dim))
+    return rows, columns
 
 
 def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
@@ -122,23 +176,31 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     Heuristic: 32 KiB of float32 state a tile, cut so that its rows divide head_dim where that leaves 16 or more. Decode
     takes columns in parts of 32 (one reduction at the end), a warp for 16 rows, and at most 128 registers a thread so
     that four programs fit a multiprocessor; products take all columns and four warps (eight where a decay per channel
-    needs the registers).
+    needs the registers). Eight and four bits an element: decode takes all columns of a plane at once, so that a thread
+    keeps few probes, and 32 rows. Formats that need a whole head at once have more warps.
     """
     if device.type == "cuda":
         found = tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout))
         if found:
             return Tile(*found)
-    columns = max(16, triton.next_power_of_2(layout.state_dim))
+    least_rows, columns = least_tile(kernel, layout)
+    columns = max(columns, 16, triton.next_power_of_2(layout.state_dim))
     rows = max(16, min(64, triton.next_power_of_2(layout.head_dim), 8192 // columns))
     while rows > 16 and layout.head_dim % rows:
         rows //= 2
+    more = max(1, least_rows // rows)
     if kernel == "fold" and layout.recurrence.decay == "channel":
-        return Tile(rows, columns, 8, programs=1)
+        return Tile(rows * more, columns, min(16, 8 * more), programs=1)
     if kernel == "fold":
-        return Tile(rows, columns, 4, programs=2)
+        return Tile(rows * more, columns, min(16, 4 * more), programs=2)
     if layout.max_draft > 1:
-        return Tile(rows, columns, 4, stages=3)
-    return Tile(rows, min(columns, 32), max(1, rows // 16), registers=128)
+        return Tile(rows * more, columns, min(16, 4 * more), stages=3)
+    read = layout.precision.read_format or layout.precision.checkpoint_format
+    if formats.is_plain(read.name):
+        return Tile(rows * more, min(columns, 32), min(16, max(1, rows * more // 16)), registers=128)
+    width = max(16, min(128, triton.next_power_of_2(formats.plane(read.name, layout.state_dim))))
+    rows = max(least_rows, min(rows, 32))
+    return Tile(rows, width, min(16, max(1, rows // 8)), registers=128)
 
 
 @dataclass(frozen=True)
@@ -311,7 +373,7 @@ class Kernels:
     def materialise(self, layer: int, slots: Tensor) -> Tensor:
         """States after the committed tokens: [R, H, P, K] float32 for slots [R] int64 that are in the cache."""
         layout = self.cache.layout
-        out = torch.empty((len(slots), *layout.tensors["checkpoint"].shape), dtype=torch.float32, device=self.device)
+        out = torch.empty((len(slots), *layout.state_shape), dtype=torch.float32, device=self.device)
         if not len(slots):
             return out
         table = self._addresses[layer : layer + 1].clone()
@@ -320,7 +382,7 @@ class Kernels:
         number = torch.arange(len(slots), dtype=torch.int32, device=self.device)
         work = torch.stack([index, self.cache.length[slots], number, torch.zeros_like(index)])
         amount = torch.full((1,), len(slots), dtype=torch.int32, device=self.device)
-        types = _retarget(self._types)
+        types = replace(self._types, target="fp32", copy=None, stochastic=False)
         self._launch_fold(table.to(self.device), work, amount, len(slots), 1, types)
         return out
 
@@ -337,7 +399,12 @@ class Kernels:
         """The knobs of a kernel; ``tiles`` overrides the table (for tuning)."""
         if kernel not in self.tiles:
             self.tiles[kernel] = choose_tile(kernel, self.cache.layout, self.device)
-        return self.tiles[kernel]
+        tile, (rows, columns) = self.tiles[kernel], least_tile(kernel, self.cache.layout)
+        if tile.p < rows or tile.k < columns:
+            raise ReplayError(
+                f"tile: {kernel} of this layout needs at least {rows} × {columns}, got {tile.p} × {tile.k}"
+            )
+        return tile
 
     def on_device(self, rows: Rows) -> Rows:
         """Rows on the cache's device. Rows made on the host are checked there and copied once."""
@@ -528,12 +595,6 @@ def _expect_supported(layout: Layout, device: torch.device) -> None:
     for name, value, fits, supported in wanted:
         if not fits(value):
             raise ReplayError(f"{name}: got {value}, the kernels for {device} support {supported}")
-    for name, spec in layout.tensors.items():
-        if name not in (*COLUMNS, "read_copy", "conv") or spec.dtype not in ELEMENT:
-            raise ReplayError(
-                f"precision: the kernels for {device} support float32, bfloat16 and float16; the layout has {name} as "
-                f"{checks.dtype_name(spec.dtype)}"
-            )
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -561,8 +622,7 @@ def _layer_args(tensors: dict[str, Tensor], layout: Layout, index: int) -> tuple
 def _address_line(tensors: dict[str, Tensor], layout: Layout) -> list[list[int]]:
     """Address and bytes between slots of a layer's tensors, by column."""
     named: dict[str, Tensor | None] = dict(tensors)
-    decay = named.pop("decay", None)
-    named["channels" if layout.recurrence.decay == "channel" else "decay"] = decay
+    named["channels" if layout.recurrence.decay == "channel" else "decay"] = named.pop("decay", None)
     named["target"], named["copy"] = tensors["checkpoint"], tensors.get("read_copy")
     line = []
     for name in COLUMNS:
@@ -574,33 +634,22 @@ def _address_line(tensors: dict[str, Tensor], layout: Layout) -> list[list[int]]
 def _types(layout: Layout, addresses: Tensor) -> Types:
     specs, policy = layout.tensors, layout.precision
     align = 16
-    while align > 1 and bool((addresses % align != 0).any()):
+    while align > 1 and bool((addresses[:, : COLUMNS.index("checkpoint_scale")] % align != 0).any()):
         align //= 2
+    kept = [form.name for form in (policy.checkpoint_format, policy.read_format) if form is not None]
     decay = layout.recurrence.decay
     return Types(
         act=ELEMENT[layout.dtype],
-        state=ELEMENT[specs["checkpoint"].dtype],
-        target=ELEMENT[specs["checkpoint"].dtype],
-        copy=ELEMENT[specs["read_copy"].dtype] if "read_copy" in specs else None,
+        state=kept[0],
+        target=kept[0],
+        copy=kept[1] if len(kept) > 1 else None,
+        order=max(kept, key=formats.planes),
         written=ELEMENT[specs["written"].dtype] if "written" in specs else None,
         decay=decay == "head",
         channels=decay == "channel",
         key_scale="key_scale" in specs,
+        written_scale="written_scale" in specs,
+        written_low="written_low" in specs,
         stochastic=policy.rounding == "stochastic",
         align=align,
-    )
-
-
-def _retarget(types: Types) -> Types:
-    """The types of ``materialise``: float32 out, nothing beside it."""
-    return Types(
-        types.act,
-        types.state,
-        tl.float32,
-        None,
-        types.written,
-        types.decay,
-        types.channels,
-        types.key_scale,
-        align=types.align,
     )
