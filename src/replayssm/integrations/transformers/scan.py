@@ -90,6 +90,24 @@ class Scan(ABC):
         """The same call with the tokens ``start…stop-1`` only."""
         return self._with(tuple(t[:, start:stop] for t in self.tokens))
 
+    def rows(self, start: int, stop: int) -> Scan:
+        """The same call with the rows ``start…stop-1`` only."""
+        return self._with(tuple(t[start:stop] for t in self.tokens))
+
+    def blocks(self, size: int) -> list[Scan]:
+        """The same call cut after every ``size`` tokens, of which it has a multiple; a part's tokens are contiguous."""
+        cut = [t.unflatten(1, (-1, size)).transpose(0, 1).contiguous() for t in self.tokens]
+        return [self._with(tokens) for tokens in zip(*cut, strict=True)]
+
+    def copied(self) -> Scan:
+        """The same call with tokens in memory of their own, which ``fill`` overwrites."""
+        return self._with(tuple(t.clone(memory_format=torch.contiguous_format) for t in self.tokens))
+
+    def fill(self, other: Scan) -> None:
+        """Overwrite the tokens with those of another call."""
+        for mine, theirs in zip(self.tokens, other.tokens, strict=True):
+            mine.copy_(theirs)
+
     def after(self, earlier: Scan) -> Scan:
         """The same call with the tokens of ``earlier`` in front."""
         pairs = zip(earlier.tokens, self.tokens, strict=True)
