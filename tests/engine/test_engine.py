@@ -204,5 +204,5 @@ def test_logprobs_are_those_of_the_whole_text():
 
 def test_the_engine_is_for_the_cpu():
     model = deepcopy(tiny("qwen3_5_text")[0]).to("meta")
-    with pytest.raises(ReplayError, match=r"^model: the engine runs on the CPU, and the model is on meta"):
+    with pytest.raises(ReplayError, match=r"^model: the engine runs on the CPU and on CUDA, and the model is on meta"):
         Engine(model, slots=1)

@@ -6,6 +6,8 @@ from engine_tiny import Oracle, engine, lengthy, prompts, texts, tiny
 
 from replayssm import ReplayError
 from replayssm.engine import DraftModel, Params, PromptLookup
+from replayssm.engine.device import best_of
+from replayssm.engine.runner import Scores
 
 
 def assert_empty(served):
@@ -111,17 +113,19 @@ def test_logits_that_are_no_numbers_fail_one_request(monkeypatch):
     model, wanted = tiny()
     with engine(model, slots=4) as served:
         requests = [served.submit(ids, params) for ids, params in zip(prompts(), lengthy(), strict=True)]
-        forward, ran = served.runner.forward, []
+        score, ran = served.runner.score, []
 
         def broken(rows):
-            logits = forward(rows)
+            scores = score(rows)
             ran.append(len(rows))
             if len(ran) == 6:
                 place = sum(row.wanted for row in rows[: [row.slot for row in rows].index(requests[1].samples[0].slot)])
-                logits[place] = torch.nan
-            return logits
+                logits = scores.logits.clone()
+                logits[place, 5] = torch.nan
+                return Scores(logits, None, best_of(logits))
+            return scores
 
-        monkeypatch.setattr(served.runner, "forward", broken)
+        monkeypatch.setattr(served.runner, "score", broken)
         while not served.idle:
             served.step()
         assert requests[1].samples[0].finish == "error"

@@ -6,7 +6,7 @@ over a view of its slot: nothing is padded or copied, and a row's result does no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,7 @@ class KeyValues:
     Attributes:
         layers: ``layer_idx`` -> keys [slots, heads, max_length, dim] and values [slots, heads, max_length, dim].
         latent: layers that cache something smaller, from which they expand the keys and values of all tokens.
+        device: where they are.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class KeyValues:
         device: torch.device,
     ) -> None:
         """``shapes``: heads, width of a key and width of a value, for each layer."""
-        self.latent = latent
+        self.latent, self.device = latent, device
         self.layers = {
             layer: tuple(torch.empty((slots, heads, max_length, dim), dtype=dtype, device=device) for dim in dims)
             for layer, (heads, *dims) in shapes.items()
@@ -141,9 +142,7 @@ def attend(
     Raises:
         ReplayError: an option that changes the scores and is not supported.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise ReplayError(f"engine: attention with {name} is not supported")
+    refuse(options)
     heads, count = query.shape[1], span.count
     groups = keys.shape[1]
     if sliding_window is not None:
@@ -165,7 +164,8 @@ def _mask(span: Span, seen: int, window: int | None, device: torch.device) -> Te
     new = torch.ones((span.count, span.count), dtype=torch.bool, device=device).tril()
     depth = torch.tensor(span.depths(), device=device)
     if span.parents is not None:
-        new = torch.tensor(_ancestors(span.parents), device=device)
+        lines = lines_of(span.parents)
+        new = torch.tensor([[line >> j & 1 == 1 for j in range(span.count)] for line in lines], device=device)
     mask = torch.cat([new.new_ones((span.count, seen - span.count)), new], 1)
     if window is not None:
         places = torch.cat([torch.arange(span.count - seen, 0, device=device), depth])
@@ -173,11 +173,16 @@ def _mask(span: Span, seen: int, window: int | None, device: torch.device) -> Te
     return mask
 
 
-def _ancestors(parents: Sequence[int]) -> list[list[bool]]:
-    """[T, T]: whether token j is token i or above it."""
-    lines: list[list[bool]] = []
+def refuse(options: Mapping[str, object]) -> None:
+    """Raise for an option that changes the scores and is not supported."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ReplayError(f"engine: attention with {name} is not supported")
+
+
+def lines_of(parents: Iterable[int]) -> list[int]:
+    """For each token of a row, a number whose bit j is set if token j is this one or above it."""
+    lines: list[int] = []
     for token, parent in enumerate(parents):
-        line = list(lines[parent]) if parent >= 0 else [False] * len(parents)
-        line[token] = True
-        lines.append(line)
+        lines.append((lines[parent] if parent >= 0 else 0) | 1 << token)
     return lines

@@ -48,6 +48,7 @@ class Engine:
         drafter: Drafter | None = None,
         chunk: int = 128,
         prefix_memory: int = 0,
+        graphs: bool = True,
         seed: int = 0,
     ) -> None:
         """Bind a model and allocate its memory, once.
@@ -65,17 +66,18 @@ class Engine:
             drafter: who guesses the next tokens; None: nobody.
             chunk: prompts are computed in parts that end at multiples of this.
             prefix_memory: bytes for beginnings of prompts, kept at multiples of ``chunk``; 0: none are kept.
+            graphs: on a GPU, capture decode and verify in CUDA graphs, one for each batch size up to the next power of
+                two; on the CPU there are none. Layers that wait for the device or change their shapes (experts that are
+                called one by one, latent attention) cannot be captured.
             seed: of requests without a seed of their own.
 
         Raises:
-            ReplayError: a number out of range, memory too small for one sequence, or a model that is not on the CPU, is
-                attached already or has layers that cannot be served.
+            ReplayError: a number out of range, too little memory for the sequences, or a model that is on another
+                device than a CPU or CUDA, is attached already or has layers that cannot be served.
         """
         device = next(model.parameters()).device
-        if device.type != "cpu":
-            raise ReplayError(
-                f"model: the engine runs on the CPU, and the model is on {device}; use attach(model) there"
-            )
+        if device.type not in ("cpu", "cuda"):
+            raise ReplayError(f"model: the engine runs on the CPU and on CUDA, and the model is on {device}")
         if slots is not None and memory is not None:
             raise ReplayError("slots: give slots or memory, not both")
         slots = 8 if slots is None and memory is None else slots
@@ -88,7 +90,7 @@ class Engine:
         checks.integer("chunk", chunk, 1)
         self.tokenizer, self.drafter, self.seed = tokenizer, drafter, checks.integer("seed", seed, 0)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        self.runner = Runner(model, slots, memory, max_length, settings)
+        self.runner = Runner(model, slots, memory, max_length, settings, graphs)
         try:
             if drafter is not None:
                 drafter.bind(model, self.runner.slots, max_length, most)

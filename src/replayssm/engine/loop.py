@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .drafters import Ask, Drafter, Observer, Seen
 from .packed import Row
 from .request import Event, Request, Sample
-from .runner import Runner
-from .sampling import Point, choose, logprob
+from .runner import Runner, Scores
+from .sampling import Point, chosen, logprob
 from .scheduler import Scheduler
 from .tree import Draft
 
@@ -152,11 +153,12 @@ class Loop:
         return drafts
 
     def _run(self, work: list[Work]) -> list[Event]:
-        logits = self.runner.forward([each.row for each in work])
+        scores = self.runner.score([each.row for each in work])
         self.counters.forwards += 1
         index = [place for each in work for place in each.places for _ in each.choosers]
         points = [point for each in work for point in self._points(each)]
-        chosen = iter(choose(logits[index], points))
+        best, choices = _choices(scores, index, points)
+        chosen = iter(choices)
         paths, told = [], []
         for each in work:
             if each.draft is None:
@@ -167,20 +169,19 @@ class Loop:
                 paths.append(path)
                 told.append((each.sample, text, [each.places[node] for node in path]))
                 self._measure(each.sample, each.draft, len(path) - 1)
-        hidden = self.runner.hidden(paths) if self._observer is not None else []
+        hidden = [self.runner.hidden_of(r)[path] for r, path in enumerate(paths)] if self._observer else []
         trees = any(each.row.parents is not None for each in work)
         self.runner.commit([len(path) for path in paths], paths if trees else None)
         for each, path in zip(work, paths, strict=True):
             self._settle(each, len(path))
         if self._observer is not None:
             self._observer.observe([self._seen(each, kept) for each, kept in zip(work, hidden, strict=True)])
-        finite = logits.isfinite().all(-1).tolist()
         events: list[Event] = []
         for sample, tokens, places in told:
-            if not all(finite[place] for place in places):
+            if any(best[place] < 0 for place in places):
                 self.fail(sample.request, "the model returned logits that are not finite")
             elif sample.finish is None:
-                events.append(self._tell(sample, tokens, places, logits))
+                events.append(self._tell(sample, tokens, places, scores))
         events, self.news = events + self.news, []
         return events
 
@@ -218,10 +219,10 @@ class Loop:
     def _seen(self, each: Work, hidden: Tensor) -> Seen:
         sample = each.sample
         others = sample.request.samples[1:] if each.choosers and each.draft is None else []
-        heirs = [other.key for other in others if other.slot is not None]
+        heirs = [other.key for other in others if other.slot is not None and other is not sample]
         return Seen(sample.key, sample.computed - len(hidden), hidden, sample.known, heirs)
 
-    def _tell(self, sample: Sample, tokens: list[int], places: list[int], logits: Tensor) -> Event:
+    def _tell(self, sample: Sample, tokens: list[int], places: list[int], scores: Scores) -> Event:
         """Hand out what was chosen, up to where the text ends."""
         params, told = sample.request.params, []
         sample.steps += 1
@@ -229,7 +230,7 @@ class Loop:
             for line in (sample.tokens, sample.known, told):
                 line.append(token)
             if params.logprobs is not None:
-                sample.logprobs.append(logprob(logits[place], token, params.logprobs))
+                sample.logprobs.append(logprob(scores.of([place])[0], token, params.logprobs))
             if self._ended(sample, token):
                 break
         self.counters.tokens += len(told)
@@ -265,3 +266,17 @@ class Loop:
         room = self.runner.max_length - len(sample.known)
         most = sample.request.params.max_tokens
         return room if most is None else min(room, most - len(sample.tokens))
+
+
+def _choices(scores: Scores, index: list[int], points: list[Point]) -> tuple[list[int], list[int]]:
+    """The likeliest token everywhere (−1: no numbers), and the token at each point, read back in one go."""
+    drawn = [i for i, point in enumerate(points) if not point.plain]
+    parts = [scores.best]
+    if drawn:
+        parts.append(chosen(scores.of([index[i] for i in drawn]), [points[i] for i in drawn]))
+    read = torch.cat(parts).tolist()
+    best, rest = read[: len(scores.best)], read[len(scores.best) :]
+    choices = [best[i] for i in index]
+    for i, token in zip(drawn, rest, strict=True):
+        choices[i] = token
+    return best, choices

@@ -6,7 +6,8 @@ the keys and values of the attention layers. It knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,10 @@ from replayssm.integrations.transformers.scan import Scan, Settings
 
 from .attention import KeyValues, Span
 from .binding import bind, cache_name, configs_of, packed, takes, unbind
+from .device import Stepper, best_of
 from .packed import PackedCache, Plan, Row, View
+
+Allocate = Callable[[Layout, int, int, torch.device], ReplayCache]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,30 @@ class Snapshot:
         """Of all tensors."""
         states = sum(t.nbytes for state in self.states for t in state.values())
         return states + sum(t.nbytes for pair in self.keys.values() for t in pair)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a forward says about the tokens that were asked for, n of them.
+
+    Attributes:
+        whole: logits [M, vocabulary] in the model's dtype.
+        places: which of these M are the n; None: all, in order.
+        best: int64 [n], the likeliest token; −1 where the logits are no numbers.
+    """
+
+    whole: Tensor
+    places: list[int] | None
+    best: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """[n, vocabulary]."""
+        return self.whole if self.places is None else self.whole[self.places]
+
+    def of(self, chosen: Sequence[int]) -> Tensor:
+        """Logits [len(chosen), vocabulary] of some of the n."""
+        return self.whole[list(chosen) if self.places is None else [self.places[i] for i in chosen]]
 
 
 @dataclass
@@ -118,8 +146,13 @@ class Runner:
         memory: int | None,
         max_length: int,
         settings: Settings,
+        graphs: bool = True,
+        allocate: Allocate = ReplayCache.allocate,
     ) -> None:
-        """Bind the model and allocate ``slots`` sequences, or as many as ``memory`` bytes hold."""
+        """Bind the model and allocate ``slots`` sequences, or as many as ``memory`` bytes hold.
+
+        ``graphs``: on a GPU, capture decode and verify in CUDA graphs. ``allocate``: memory of recurrent layers.
+        """
         self.model, self.max_length, self.max_draft = model, max_length, settings.max_draft
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -128,11 +161,17 @@ class Runner:
         self._mixers = bind(model)
         try:
             shapes = Shapes(settings)
-            self._forward(shapes, [0], [0], None)
+            self._forward(shapes, *self._ids([0], [0]), None)
             self.slot_bytes = shapes.slot_bytes(max_length, self.dtype.itemsize)
             self.slots = slots if slots is not None else (memory or 0) // self.slot_bytes
             if self.slots < 1:
                 raise ReplayError(f"memory: one sequence takes {self.slot_bytes} bytes, got {memory}")
+            _expect_memory(self.slots, self.slot_bytes, self.device)
+            if shapes.latent and graphs and self.device.type == "cuda":
+                raise ReplayError(
+                    f"graphs: layer {min(shapes.latent)} caches latents and expands them, which takes another shape at "
+                    "every step; pass graphs=False"
+                )
         except BaseException:
             unbind(self._mixers)
             raise
@@ -141,12 +180,19 @@ class Runner:
         self._recurrent = {}
         for layout in dict.fromkeys(shapes.layouts.values()):
             layers = [layer for layer, mine in shapes.layouts.items() if mine == layout]
-            pool = ReplayCache.allocate(layout, len(layers), self.slots, self.device)
+            pool = allocate(layout, len(layers), self.slots, self.device)
             self.pools.append(pool)
             self._recurrent.update({layer: pool[index] for index, layer in enumerate(layers)})
         self.lengths = [0] * self.slots
+        # On a GPU step rows take a way of their own; latents of attention are expanded row by row on either.
+        self.stepper: Stepper | None = None
+        if _has_kernels(self.device) and not shapes.latent:
+            self.stepper = Stepper(
+                self._whole, self.pools, self._recurrent, self.keys, self.slots, settings.max_draft, graphs
+            )
         self._plan: Plan | None = None
         self._order: list[int] = []
+        self._stepped: list[Span] = []
         self._hidden: Tensor | None = None
         self._tap: Any = None
 
@@ -163,44 +209,67 @@ class Runner:
             self._tap.remove()
 
     def watch(self) -> None:
-        """From now on, keep what the output layer reads, for ``hidden``."""
+        """From now on, keep what the output layer reads (``hidden_of``)."""
 
         def keep(module: nn.Module, arguments: Any, output: Any) -> None:
             self._hidden = output.last_hidden_state[0]
 
         self._tap = self.model.base_model.register_forward_hook(keep)  # type: ignore[union-attr]
 
-    def hidden(self, paths: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Last hidden states [n, hidden_size] of some tokens of each row of the last forward, until its ``commit``."""
-        assert self._plan is not None
-        assert self._hidden is not None
-        starts = {r: span.start for r, span in zip(self._order, self._plan.spans, strict=True)}
-        index = [starts[r] + token for r, path in enumerate(paths) for token in path]
-        return list(self._hidden[index].split([len(path) for path in paths]))
+    def hidden_of(self, row: int) -> Tensor:
+        """Last hidden states [T, hidden_size] of a row of the last forward; until its ``commit``."""
+        at = self._order.index(row)
+        if at < len(self._stepped):
+            assert self.stepper is not None
+            span, hidden = self._stepped[at], self.stepper.hidden
+        else:
+            assert self._plan is not None
+            span, hidden = self._plan.spans[at - len(self._stepped)], self._hidden
+        assert hidden is not None
+        return hidden[span.start : span.stop]
 
-    @torch.no_grad()
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """Run the rows' tokens through the model; ``commit`` says which of them stay.
 
         Returns:
             Logits [Σ wanted, vocabulary] in the order of the rows, in the model's dtype.
         """
+        return self.score(rows).logits
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Row]) -> Scores:
+        """As ``forward``, with the likeliest tokens, and without copying logits. The next forward overwrites them."""
+        for row in rows:
+            seen = self.lengths[row.slot] + row.count
+            if seen > self.max_length:
+                raise ReplayError(f"slot {row.slot}: {seen} tokens do not fit into max_length={self.max_length}")
+        self._plan = None
         self._order = sorted(range(len(rows)), key=lambda r: rows[r].count > self.max_draft)
+        steps = sum(row.count <= self.max_draft for row in rows) if self.stepper is not None else 0
         ordered = [rows[r] for r in self._order]
-        plan = Plan.of(ordered, [self.lengths[row.slot] for row in ordered], self.max_draft, self.device)
-        for span in plan.spans:
-            if span.seen > self.max_length:
-                raise ReplayError(f"slot {span.slot}: {span.seen} tokens do not fit into max_length={self.max_length}")
-        if plan.chunks:
-            # `load` empties the buffers of all layers: what they hold has to be in the checkpoints before.
-            for pool in self.pools:
-                pool.fold([row.slot for row, _ in plan.chunks])
-        spans = dict(zip(self._order, plan.spans, strict=True))
-        wanted = [i for r, row in enumerate(rows) for i in range(spans[r].stop - row.wanted, spans[r].stop)]
-        tokens = [token for row in ordered for token in row.tokens]
-        positions = [span.length + depth for span in plan.spans for depth in span.depths()]
-        self._plan = plan
-        return self._forward(PackedCache(plan, self._recurrent, self.keys), tokens, positions, wanted)
+        self._stepped = self._spans(ordered[:steps])
+        parts = []
+        if self.stepper is not None and steps:
+            whole, best = self.stepper.forward(ordered[:steps], [span.length for span in self._stepped])
+            places = [i for row, span in zip(ordered, self._stepped, strict=False) for i in _wanted(row, span)]
+            simple = places == list(range(len(places)))
+            parts.append(Scores(whole, places, best[: len(places)] if simple else best[places]))
+        if steps < len(rows):
+            parts.append(self._packed(ordered[steps:]))
+        if len(parts) == 1 and self._order == sorted(self._order):
+            return parts[0]
+        # Back to the order of the rows.
+        whole = parts[0].whole if len(parts) == 1 else torch.cat([part.whole for part in parts])
+        shift, places = 0, []
+        for part in parts:
+            places += [shift + i for i in (range(len(part.whole)) if part.places is None else part.places)]
+            shift += len(part.whole)
+        at, starts = 0, {}
+        for r, row in zip(self._order, ordered, strict=True):
+            starts[r], at = at, at + row.wanted
+        back = [starts[r] + i for r, row in enumerate(rows) for i in range(row.wanted)]
+        best = torch.cat([part.best for part in parts])[back]
+        return Scores(whole, [places[i] for i in back], best)
 
     @torch.no_grad()
     def commit(self, accepted: Sequence[int], paths: Sequence[Sequence[int]] | None = None) -> None:
@@ -210,19 +279,17 @@ class Runner:
             accepted: for each row, how many; parts of prompts are accepted whole.
             paths: for trees, which ones: row-local, from the first token on.
         """
-        plan = self._plan
-        assert plan is not None
         taken = [accepted[r] for r in self._order]
         lines = [list(range(n)) if paths is None else list(paths[r]) for n, r in zip(taken, self._order, strict=True)]
-        if plan.steps:
-            path = None if paths is None else lines[: plan.steps]
-            for pool in self.pools:
-                pool.commit(plan.table, taken[: plan.steps], path)
-        for span, count, line in zip(plan.spans, taken, lines, strict=True):
-            if paths is not None:
-                self.keys.keep(span, line)
+        steps = len(self._stepped)
+        if self.stepper is not None and steps:
+            self.stepper.commit(taken[:steps], lines[:steps])
+        if self._plan is not None:
+            self._commit_packed(self._plan, taken[steps:], None if paths is None else lines[steps:])
+        spans = [*self._stepped, *(self._plan.spans if self._plan is not None else ())]
+        for span, count in zip(spans, taken, strict=True):
             self.lengths[span.slot] = span.length + count
-        self._plan = None
+        self._plan, self._stepped, self._order = None, [], []
 
     def reset(self, slot: int) -> None:
         """Empty a slot."""
@@ -259,18 +326,80 @@ class Runner:
                     whole[slot, :, part.start : part.length] = given
         self.lengths[slot] = parts[-1].length
 
-    def _forward(self, view: View, tokens: list[int], positions: list[int], wanted: list[int] | None) -> Tensor:
+    def _spans(self, rows: Sequence[Row]) -> list[Span]:
+        """Where the tokens of these rows are, one after the other."""
+        spans, at = [], 0
+        for row in rows:
+            spans.append(Span(row.slot, at, at + row.count, self.lengths[row.slot], row.parents))
+            at += row.count
+        return spans
+
+    def _packed(self, rows: Sequence[Row]) -> Scores:
+        """One forward of rows of any length, row by row where tokens meet their past."""
+        plan = Plan.of(rows, [self.lengths[row.slot] for row in rows], self.max_draft, self.device)
+        if plan.chunks:
+            # `load` empties the buffers of all layers: what they hold has to be in the checkpoints before.
+            for pool in self.pools:
+                pool.fold([row.slot for row, _ in plan.chunks])
+        wanted = [i for row, span in zip(rows, plan.spans, strict=True) for i in _wanted(row, span)]
+        tokens = [token for row in rows for token in row.tokens]
+        positions = [span.length + depth for span in plan.spans for depth in span.depths()]
+        self._plan = plan
+        view = PackedCache(plan, self._recurrent, self.keys)
+        logits = self._forward(view, *self._ids(tokens, positions), wanted)
+        return Scores(logits, None, best_of(logits))
+
+    def _commit_packed(self, plan: Plan, taken: list[int], lines: list[list[int]] | None) -> None:
+        if plan.steps:
+            path = None if lines is None else lines[: plan.steps]
+            for pool in self.pools:
+                pool.commit(plan.table, taken[: plan.steps], path)
+        if lines is not None:
+            for span, line in zip(plan.spans, lines, strict=True):
+                self.keys.keep(span, line)
+
+    def _ids(self, tokens: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [1, N]."""
+        return torch.tensor([tokens], device=self.device), torch.tensor([positions], device=self.device)
+
+    def _whole(self, view: View, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of all tokens, and hidden states where they are wanted."""
+        return self._forward(view, ids, positions, None), self._hidden
+
+    def _forward(self, view: View, ids: Tensor, positions: Tensor, wanted: list[int] | None) -> Tensor:
         """Logits of the tokens ``wanted``, or of all."""
         options: dict[str, Any] = {self._cache_name: view}
         if takes(self.model, "position_ids"):
-            options["position_ids"] = torch.tensor([positions], device=self.device)
+            options["position_ids"] = positions
         keep = wanted is not None and takes(self.model, "logits_to_keep")
         if keep:
             options["logits_to_keep"] = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        ids = torch.tensor([tokens], device=self.device)
         with torch.no_grad(), packed(self._configs, view):
             logits = self.model(input_ids=ids, use_cache=True, **options).logits[0]
         return logits if keep or wanted is None else logits[wanted]
+
+
+def _wanted(row: Row, span: Span) -> range:
+    """Places of the row's last ``wanted`` tokens."""
+    return range(span.stop - row.wanted, span.stop)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether the verbs run as kernels: on a GPU, or interpreted for tests."""
+    return device.type == "cuda" or bool(os.environ.get("REPLAYSSM_INTERPRET"))
+
+
+def _expect_memory(slots: int, each: int, device: torch.device) -> None:
+    """Raise if the GPU has no memory for so many sequences."""
+    if device.type != "cuda":
+        return
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if slots * each > free:
+        raise ReplayError(
+            f"slots: {slots} sequences of {each} bytes do not fit into the {free} free bytes of {device}; at most "
+            f"{free // each} do"
+        )
 
 
 def settings_of(window: int, max_draft: int, precision: Precision | None) -> Settings:

@@ -38,6 +38,11 @@ class Point:
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is the token with the largest logit."""
+        return self.params.temperature == 0 and not self.params.penalised
+
 
 class Filters(NamedTuple):
     """The parameters of M draws, each [M]."""
@@ -55,13 +60,18 @@ def choose(logits: Tensor, points: Sequence[Point]) -> list[int]:
         logits: [M, vocabulary] of any dtype.
         points: M.
     """
+    return chosen(logits, points).tolist()
+
+
+def chosen(logits: Tensor, points: Sequence[Point]) -> Tensor:
+    """As ``choose``: int64 [M], where the logits are."""
     scores = penalise(logits, points)
-    chosen = scores.argmax(-1)
+    found = scores.argmax(-1)
     drawn = [i for i, point in enumerate(points) if point.params.temperature > 0]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
-        chosen[index] = _draw(scores[index], [points[i] for i in drawn], 1)[:, 0]
-    return chosen.tolist()
+        found[index] = _draw(scores[index], [points[i] for i in drawn], 1)[:, 0]
+    return found
 
 
 def branches(logits: Tensor, points: Sequence[Point], number: int) -> list[list[int]]:
@@ -84,7 +94,9 @@ def penalise(logits: Tensor, points: Sequence[Point]) -> Tensor:
     scores = scores.clone()
     for i in rows:
         point = points[i]
-        counts = torch.bincount(_tokens(point.output, scores), minlength=scores.shape[1])
+        counts = scores.new_zeros(scores.shape[1])
+        # Not bincount, which waits for the device.
+        counts.index_add_(0, _tokens(point.output, scores), scores.new_ones(len(point.output)))
         seen = counts.bool()
         seen[_tokens(point.prompt, scores)] = True
         factor = point.params.repetition_penalty
@@ -116,8 +128,15 @@ def filtered(scores: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
     out = (before >= filters.top_p[:, None]) & (filters.top_p[:, None] < 1)
     out |= probabilities < filters.min_p[:, None] * probabilities[:, :1]
     logs = logs.masked_fill(out, -torch.inf)
-    kept = int((logs > -torch.inf).sum(-1).max())
+    kept = most_kept(logs, filters)
     return logs[:, :kept], ids[:, :kept]
+
+
+def most_kept(logs: Tensor, filters: Filters) -> int:
+    """How many of the first tokens are enough for every row; on a GPU, where counting them would wait, all."""
+    if logs.device.type == "cpu":
+        return int((logs > -torch.inf).sum(-1).max())
+    return logs.shape[1]
 
 
 def gumbel(keys: Sequence[int], ids: Tensor) -> Tensor:
