@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
+
+import torch
 
 from replayssm.bench.cases import Case
 from replayssm.bench.conventional import Conventional
 from replayssm.bench.replay import Replay
-from replayssm.bench.timing import Setup
+from replayssm.bench.timing import Setup, free
 
 if TYPE_CHECKING:
     from replayssm.backends.triton.launch import Tile
@@ -26,8 +29,6 @@ class Job:
 
     def run(self, setup: Setup) -> None:
         """Run it once."""
-        import torch
-
         if self.knobs is None:
             Replay(self.case, setup, self.tiles).model_step()
         else:
@@ -35,15 +36,33 @@ class Job:
         torch.cuda.synchronize()
 
 
-def precompile(jobs: Iterable[Job], setup: Setup, workers: int, note: Callable[[str], None]) -> None:
-    """Run every job once in ``workers`` processes; what does not compile is noted and left to the timing to meet."""
-    from multiprocessing import get_context
+class Compiler:
+    """Processes that run jobs once each; one after the other where there are none. Use it in a ``with`` statement.
 
-    todo = [(job, setup) for job in jobs]
-    with get_context("spawn").Pool(min(workers, len(todo)) or 1, maxtasksperchild=64) as pool:
-        for problem in pool.imap_unordered(_compile, todo):
+    Args:
+        setup: of the jobs.
+        workers: processes; 0: nothing is compiled ahead.
+        note: is given a line for a job that does not run, which is left to the timing to meet.
+    """
+
+    def __init__(self, setup: Setup, workers: int, note: Callable[[str], None]) -> None:
+        self.setup, self.note = setup, note
+        self.pool = get_context("spawn").Pool(workers) if workers else None
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.pool is not None:
+            self.pool.terminate()
+
+    def __call__(self, jobs: Iterable[Job]) -> None:
+        """Compile what the jobs run."""
+        if self.pool is None:
+            return
+        for problem in self.pool.imap_unordered(_compile, [(job, self.setup) for job in jobs]):
             if problem:
-                note(problem)
+                self.note(problem)
 
 
 def default_workers() -> int:
@@ -57,4 +76,6 @@ def _compile(task: tuple[Job, Setup]) -> str:
         job.run(setup)
     except Exception as problem:
         return f"{job.case.name} {job.tiles or job.knobs}: {type(problem).__name__} {str(problem)[:200]}"
+    finally:
+        free()
     return ""

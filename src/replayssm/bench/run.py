@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from replayssm.bench import compile, kernel
 from replayssm.bench.accuracy import errors
 from replayssm.bench.cases import Case
@@ -52,7 +54,8 @@ class Run:
             jobs += [compile.Job(case), *(self._sweep_jobs(case) if self._swept(case) not in self._tiles else [])]
             self._tiles.setdefault(self._swept(case), {})
         self._tiles.clear()
-        compile.precompile(list({repr(job): job for job in jobs}.values()), self.setup, self.workers, self.note)
+        with compile.Compiler(self.setup, self.workers, self.note) as compiler:
+            compiler({repr(job): job for job in jobs}.values())
 
     def cases(self, cases: Sequence[Case], done: Callable[[Case, Row | None], None]) -> list[Row]:
         """Measure the cases; a case that fails is noted and the next one follows."""
@@ -89,14 +92,14 @@ class Run:
         """The tiles of a shape that is swept; none where the library's own choice is measured."""
         if case.shape not in self.sweep or self.setup.device != "cuda":
             return {}
-        from replayssm.bench.tiles import sweep
+        from replayssm.bench.tiles import Search
 
         kind = self._swept(case)
         if kind not in self._tiles:
             short = replace(self.setup, budget_ms=60)
-            fold = self._tiles.get((case.shape, 1, case.precision), {})
-            found = sweep(case, lambda c, t: kernel.measure_replay(c, short, {**fold, **t}), self.write, self.note)
-            self._tiles[kind] = {**fold, **found}
+            search = Search(lambda c, t: kernel.measure_replay(c, short, t), write=self.write, note=self.note)
+            known = self._tiles.get((case.shape, 1, case.precision), {})
+            self._tiles[kind] = search.sweep(case, torch.device(self.setup.device), known)
         return self._tiles[kind]
 
     def _swept(self, case: Case) -> tuple[str, int, str]:
@@ -107,4 +110,4 @@ class Run:
             return []
         from replayssm.bench.tiles import jobs
 
-        return jobs(case)
+        return jobs(case, torch.device(self.setup.device))

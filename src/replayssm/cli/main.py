@@ -25,6 +25,7 @@ def build() -> Any:
     from .check import check
     from .explain import explain
     from .generate import generate
+    from .tune import tune
 
     app = typer.Typer(
         name="replayssm",
@@ -48,7 +49,7 @@ def build() -> Any:
     ) -> None:
         pass
 
-    for function in (generate, check, explain):
+    for function in (generate, check, explain, tune):
         app.command()(function)
     app.add_typer(bench)
     return app
