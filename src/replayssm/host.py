@@ -134,10 +134,11 @@ class Host:
 
     def _batch(self, host: HostRows) -> Batch | None:
         """The rows that bring tokens, as the backends want them; None where there are none."""
-        live = [r for r, (slot, count) in enumerate(zip(host.slots, host.counts, strict=True)) if slot >= 0 and count]
+        every = host.counts
+        live = [r for r, (slot, count) in enumerate(zip(host.slots, every, strict=True)) if slot >= 0 and count]
         if not live:
             return None
-        counts = [host.counts[r] for r in live]
+        counts = [every[r] for r in live]
         most = max(counts)
         places = [[host.offsets[r] + min(t, n - 1) for t in range(most)] for r, n in zip(live, counts, strict=True)]
         device = self.cache.device
