@@ -1,4 +1,4 @@
-"""Caches whose checkpoint, read copy or written values have scales: export, import, errors of reads, no kernels."""
+"""Caches whose checkpoint, read copy or written values have scales: export, import, errors of reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replayssm import Precision, ReplayCache, ReplayError, Rows, step
+from replayssm import Precision, ReplayCache, Rows, step
 from replayssm.precision import encode
 from support.caches import decode, started
 from support.makers import CORNERS, generator, layout_of, random_inputs
@@ -67,11 +67,3 @@ def test_reads_of_a_copy_are_off_by_its_error_and_no_more(
             cache.commit(rows, [1, 1])
         assert (outs[1] - outs[0]).norm() < ERRORS[copy] * outs[0].norm()
     assert exact.folds.tolist() == [4, 4]
-
-
-@pytest.mark.parametrize("policy", [Precision("int8"), Precision(read_copy="nvfp4"), Precision(buffer="bf16x2")])
-def test_kernels_refuse_formats_with_scales(policy: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything of theirs is imported, in the caller's words."""
-    monkeypatch.setenv("REPLAYSSM_INTERPRET", "1")
-    with pytest.raises(ReplayError, match=r"^(checkpoint|read_copy|buffer): got '\w+', the kernels for cpu support "):
-        ReplayCache.allocate(layout_of("gdn", torch.float32, precision=policy), 1, 1)

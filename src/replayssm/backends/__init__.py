@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch import device as Device
 
 from replayssm.backends import cpu, torch
 from replayssm.checks import ReplayError
@@ -39,14 +38,6 @@ def kernels(cache: Cache) -> Kernels | None:
     """The verbs as Triton kernels for a cache on a CUDA device, else None."""
     if cache.device.type != "cuda" and not os.environ.get("REPLAYSSM_INTERPRET"):
         return None
-    _expect_dtypes(cache.layout, cache.device)
     from replayssm.backends.triton.launch import Kernels
 
     return Kernels(cache)
-
-
-def _expect_dtypes(layout: Layout, device: Device) -> None:
-    """Raise for a format with scales: the kernels take formats that are a dtype."""
-    for argument in ("checkpoint", "read_copy", "buffer"):
-        if isinstance(value := getattr(layout.precision, argument), str):
-            raise ReplayError(f"{argument}: got {value!r}, the kernels for {device} support fp32, bf16, fp16")

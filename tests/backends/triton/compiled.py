@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replayssm import Layout
-from replayssm.backends.triton.args import Batch, Layer, Shape, Tokens, Types
+from replayssm.backends.triton.args import Batch, Layer, Shape, Tokens
 from replayssm.backends.triton.decode import decode_kernel
 from replayssm.backends.triton.fold import fold_kernel
-from replayssm.backends.triton.launch import ELEMENT, Tile, make_shape
+from replayssm.backends.triton.launch import COLUMNS, Tile, make_shape
+from replayssm.backends.triton.launch import _types as table_types
 from replayssm.backends.triton.step import step_kernel
 
 TARGETS = {
@@ -89,18 +91,10 @@ def step_source(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, d
     return _source(kernel, {**signature, "S": "constexpr"}, constants)
 
 
-def fold_source(layout: Layout, tile: Tile, dot: str) -> ASTSource:
-    from dataclasses import replace
-
-    r, checkpoint = layout.recurrence, layout.precision.checkpoint
-    assert isinstance(checkpoint, torch.dtype)
-    delta = r.update == "delta"
-    types = Types(
-        ELEMENT[layout.dtype], ELEMENT[checkpoint], ELEMENT[checkpoint], None,
-        ELEMENT[torch.float32] if delta else None, r.decay == "head", r.decay == "channel", delta,
-        layout.precision.rounding == "stochastic",
-    )  # fmt: skip
-    shape = replace(_with_dot(make_shape(layout, tile, "linear", False, False, tokens=1), dot), BE=16)
+def fold_source(layout: Layout, tile: Tile, dot: str, arch: int = 0) -> ASTSource:
+    types = table_types(layout, torch.zeros(1, len(COLUMNS), 2, dtype=torch.int64))
+    shape = make_shape(layout, tile, "linear", False, False, tokens=1, arch=arch)
+    shape = replace(_with_dot(shape, dot), BE=16)
     signature = {
         "table": "*i64", "work": "*i32", "amount": "*i32", "copies": "i32", "layers": "i32", "seed": "i32",
         "S": "constexpr", "TYPES": "constexpr",
@@ -109,8 +103,6 @@ def fold_source(layout: Layout, tile: Tile, dot: str) -> ASTSource:
 
 
 def _with_dot(shape: Shape, dot: str) -> Shape:
-    from dataclasses import replace
-
     return replace(shape, dot=dot)
 
 

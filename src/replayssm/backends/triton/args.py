@@ -117,25 +117,30 @@ class Books(NamedTuple):
 
 @dataclass(frozen=True)
 class Types:
-    """Element types behind the addresses of a fold's table, and which tensors are there.
+    """Formats and element types behind the addresses of a fold's table, and which tensors are there.
 
     Attributes:
-        act: of keys and values.
-        state: of the checkpoint that is read.
-        target: of what is written: the checkpoint, or float32 for ``materialise``.
-        copy, written: of the read copy and of the delta rule's values; None where there are none.
-        decay, channels, key_scale: whether the layout has these tensors.
+        act: element type of keys and values.
+        state: format of the checkpoint that is read.
+        target: of what is written: the checkpoint's, or "fp32" for ``materialise``.
+        copy: of the read copy; None where there is none.
+        order: the format whose planes a tile's columns follow (``formats.whole_columns``).
+        written: element type of the delta rule's values; None where there are none.
+        decay, channels, key_scale, written_scale, written_low: whether the layout has these tensors.
         stochastic: how the target is rounded.
-        align: a power of two that divides every address, in bytes.
+        align: a power of two that divides every address but those of scales, in bytes.
     """
 
     act: Any
-    state: Any
-    target: Any
-    copy: Any = None
+    state: str
+    target: str
+    copy: str | None = None
+    order: str = "fp32"
     written: Any = None
     decay: bool = False
     channels: bool = False
     key_scale: bool = False
+    written_scale: bool = False
+    written_low: bool = False
     stochastic: bool = False
     align: int = 16

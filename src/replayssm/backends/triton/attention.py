@@ -297,26 +297,25 @@ def attend(
     large = max(width, wide) * query.element_size() > 256
     block = 32 if large else 64
     programs = rows * groups * triton.cdiv(share * draft, most)
-    if splits is None:
-        splits = triton.cdiv(PROGRAMS * _processors(query.device), programs)
-        splits = max(1, min(splits, triton.cdiv(keys.shape[2], 2 * block), 64))
+    fill = triton.cdiv(PROGRAMS * _processors(query.device), programs)
+    parted = splits or max(1, min(fill, triton.cdiv(keys.shape[2], 2 * block), 64))
     sizes = Sizes(
         heads, share, draft, width, wide, most, block,
         *(max(16, triton.next_power_of_2(size)) for size in (width, wide)),
-        splits, window or 0,
+        parted, window or 0,
     )  # fmt: skip
     out = query.new_zeros((tokens, heads, wide))
     parts = sums = None
-    if splits > 1:
-        parts = query.new_empty((splits, tokens, heads, wide), dtype=torch.float32)
-        sums = query.new_empty((2, splits, tokens, heads), dtype=torch.float32)
-    attention_kernel[(programs, splits)](
+    if parted > 1:
+        parts = query.new_empty((parted, tokens, heads, wide), dtype=torch.float32)
+        sums = query.new_empty((2, parted, tokens, heads), dtype=torch.float32)
+    attention_kernel[(programs, parted)](
         fresh(query), store(keys), store(values), table, out, parts, sums, tokens, scaling * 1.4426950408889634,
         S=sizes, num_warps=4, num_stages=3,
     )  # fmt: skip
-    if splits > 1:
+    if parted > 1:
         join_kernel[(tokens * heads,)](
-            table, out, parts, sums, tokens, S=sizes, BS=triton.next_power_of_2(splits), num_warps=4
+            table, out, parts, sums, tokens, S=sizes, BS=triton.next_power_of_2(parted), num_warps=4
         )
     return out
 

@@ -210,6 +210,10 @@ def compact_kernel(
         move(tensor_of(table, layer, 5, slot, tl.float32, TYPES) + head * S.W * S.K, source, goal, live, K, BK)
     if WRITTEN is not None:
         move(tensor_of(table, layer, 7, slot, WRITTEN, TYPES) + head * S.W * S.P, source, goal, live, P, BP)
+    if TYPES.written_scale:
+        move(tensor_of(table, layer, 14, slot, tl.float32, TYPES) + head * S.W, source, goal, live, 1, 1)
+    if TYPES.written_low:
+        move(tensor_of(table, layer, 15, slot, WRITTEN, TYPES) + head * S.W * S.P, source, goal, live, P, BP)
     if head % (S.H // S.G) == 0:
         group = head // (S.H // S.G)
         move(tensor_of(table, layer, 1, slot, ACT, TYPES) + group * S.W * S.K, source, goal, live, K, BK)

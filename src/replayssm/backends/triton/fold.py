@@ -13,8 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replayssm.backends.triton.formats import element, load_state, scale_element, store_state, whole_columns
 from replayssm.backends.triton.gates import load_or
-from replayssm.backends.triton.quant import stored
+from replayssm.backends.triton.quant import random_bits
 from replayssm.backends.triton.tile import between, pairs_by_channel, product, write
 
 
@@ -22,13 +23,24 @@ from replayssm.backends.triton.tile import between, pairs_by_channel, product, w
 def tensor_of(table, layer, column: tl.constexpr, slot, DTYPE: tl.constexpr, TYPES: tl.constexpr):
     """Pointer to a slot of a layer's tensor.
 
-    The table int64 [layers, 10, 2] holds address and bytes between slots of: checkpoint, key, value, weight, decay,
-    channels (a decay per channel), key_scale, written, the fold's target, its read copy.
+    The table int64 [layers, 16, 2] holds address and bytes between slots of: checkpoint, key, value, weight, decay,
+    channels (a decay per channel), key_scale, written, the fold's target, its read copy; and the scales of rows or
+    blocks and of heads of the checkpoint and of the copy, then written_scale and written_low. Absent ones are 0.
     """
-    entry = table + (layer * 10 + column) * 2
-    address = tl.load(entry) + tl.load(entry + 1) * slot
-    ALIGN: tl.constexpr = TYPES.align
-    return tl.multiple_of(tl.multiple_of(address, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
+    entry = table + (layer * 16 + column) * 2
+    address = (tl.load(entry) + tl.load(entry + 1) * slot).to(tl.pointer_type(DTYPE))
+    if column < 10:
+        ALIGN: tl.constexpr = TYPES.align
+        address = tl.multiple_of(address, ALIGN)
+    return address
+
+
+@triton.jit
+def state_of(table, layer, tensor: tl.constexpr, scales: tl.constexpr, slot, WORD: tl.constexpr, TYPES: tl.constexpr):
+    """Pointers to a slot's state in a format: its elements (column ``tensor``), its scales and those of its heads."""
+    state = tensor_of(table, layer, tensor, slot, element(WORD), TYPES)
+    scale = tensor_of(table, layer, scales, slot, scale_element(WORD), TYPES)
+    return state, scale, tensor_of(table, layer, scales + 1, slot, tl.float32, TYPES)
 
 
 @triton.jit
@@ -102,15 +114,12 @@ def fold_kernel(
         target = tl.load(work + 2 * copies + row).to(tl.int64)
         counter = tl.load(work + 3 * copies + row)
         p = (item % tiles) * S.BP + tl.arange(0, S.BP)
-        columns = tl.arange(0, S.BK)
-        STATE: tl.constexpr = TYPES.state
-        TARGET: tl.constexpr = TYPES.target
-        COPY: tl.constexpr = TYPES.copy
+        columns = whole_columns(TYPES.order, S)
         ACT: tl.constexpr = TYPES.act
-        state = tensor_of(table, layer, 0, slot, STATE, TYPES)
-        index = (head * S.P + p)[:, None] * S.K + columns[None, :]
-        inside = (p < S.P)[:, None] & (columns < S.K)[None, :]
-        s = tl.load(state + index, mask=inside, other=0.0).to(tl.float32)
+        first_row = head * S.P + (item % tiles) * S.BP
+        inside = p < S.P
+        state, scale, head_scale = state_of(table, layer, 0, 10, slot, TYPES.state, TYPES)
+        s = load_state(state, scale, head_scale, head, first_row, inside, columns, TYPES.state, S)
         key = tensor_of(table, layer, 1, slot, ACT, TYPES) + group * S.W * S.K
         value = tensor_of(table, layer, 2, slot, ACT, TYPES) + head * S.W * S.P
         weight = tensor_of(table, layer, 3, slot, tl.float32, TYPES) + head * S.W
@@ -128,8 +137,13 @@ def fold_kernel(
             key_scale = None
         for first in tl.range(0, length, S.BE, num_stages=S.stages):
             s = advance(s, key, value, weight, decay, channels, key_scale, first, length, p, columns, S)
-        new = stored(s, seed, layer, counter, index, TARGET, TYPES)
-        tl.store(tensor_of(table, layer, 8, target, TARGET, TYPES) + index, new, mask=inside)
-        if COPY is not None:
-            copy = tensor_of(table, layer, 9, target, COPY, TYPES)
-            tl.store(copy + index, new.to(COPY), mask=inside)
+        # Keys that are not finite make NaN of columns that do not exist.
+        s = tl.where(inside[:, None] & (columns < S.K)[None, :], s, 0.0)
+        bits = None
+        if TYPES.stochastic:
+            bits = random_bits(seed, layer, counter, (head * S.P + p)[:, None] * S.K + columns[None, :])
+        state, scale, head_scale = state_of(table, layer, 8, 10, target, TYPES.target, TYPES)
+        new = store_state(state, scale, head_scale, s, bits, head, first_row, inside, columns, TYPES.target, S)
+        if TYPES.copy is not None:
+            state, scale, head_scale = state_of(table, layer, 9, 12, target, TYPES.copy, TYPES)
+            store_state(state, scale, head_scale, new, None, head, first_row, inside, columns, TYPES.copy, S)

@@ -1,7 +1,7 @@
-"""State formats on the device: how ``replayssm.formats`` decodes, to the bit, and what a step reads.
+"""State formats on the device: what a step reads, and how a fold reads and stores, as ``replayssm.formats`` to the bit.
 
-A format is a word (its name in ``replayssm.formats``); the functions here are the only ones that ask which. Elements
-of formats with scales are read exactly as float16 numbers; scales of rows and heads are left to whoever sums them up.
+A format is a word (its name in ``replayssm.formats``); the functions here are the only ones that ask which. Steps take
+the elements of formats with scales as exact float16 numbers; scales of rows and heads are left to whoever sums them up.
 """
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from replayssm.backends.triton.quant import below, round_stochastic
 
 
 @triton.constexpr_function
@@ -48,10 +50,10 @@ def columns_of(piece, S: tl.constexpr):
 
 
 @triton.jit
-def whole_columns(S: tl.constexpr):
-    """Columns [BK] of a tile that has all of them; K where there is none."""
-    HALF: tl.constexpr = plane(S.read, S.K)
-    WIDTH: tl.constexpr = S.BK // planes(S.read)
+def whole_columns(WORD: tl.constexpr, S: tl.constexpr):
+    """Columns [BK] of a tile that has all of them, plane after plane; K where there is none."""
+    HALF: tl.constexpr = plane(WORD, S.K)
+    WIDTH: tl.constexpr = S.BK // planes(WORD)
     at = tl.arange(0, S.BK)
     if (WIDTH == S.BK) or (WIDTH == HALF):
         return at
@@ -250,57 +252,258 @@ def levels(codes, WORD: tl.constexpr, ARCH: tl.constexpr):
 
 
 @triton.jit
-def load_levels(pointer, first, live, at, WIDTH: tl.constexpr, WORD: tl.constexpr, S: tl.constexpr):
-    """``WIDTH`` elements, from ``at`` on in each plane, of BP rows from ``first`` on: a tuple of [BP, WIDTH]."""
+def load_levels(pointer, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
+    """Elements of BP rows, from row ``first`` on: a tuple of [BP, N], one a plane, for N ``columns`` of each plane."""
     ROW: tl.constexpr = plane(WORD, S.K)
-    columns = at + tl.arange(0, WIDTH)[None, :]
     rows = pointer + first * ROW + tl.arange(0, S.BP)[:, None] * ROW
-    return levels(tl.load(rows + columns, mask=live[:, None] & (columns < ROW), other=0), WORD, S.arch)
+    inside = live[:, None] & (columns < ROW)[None, :]
+    return levels(tl.load(rows + columns[None, :], mask=inside, other=0), WORD, S.arch)
 
 
 @triton.jit
-def load_blocks(pointer, first, live, at, WIDTH: tl.constexpr, WORD: tl.constexpr, S: tl.constexpr):
-    """The block scales of what ``load_levels`` loads, as float16."""
+def load_blocks(pointer, first, live, at, N: tl.constexpr, WORD: tl.constexpr, S: tl.constexpr):
+    """Block scales as float16, one for each of N elements, from ``at`` on in each plane: a tuple of two [BP, N]."""
     ROW: tl.constexpr = plane(WORD, S.K) // 16
-    N: tl.constexpr = WIDTH // 16
-    block = at // 16 + tl.arange(0, N)[None, :]
+    block = at // 16 + tl.arange(0, N // 16)[None, :]
     rows = pointer + first * (2 * ROW) + tl.arange(0, S.BP)[:, None] * (2 * ROW)
     scales = ()
     for part in tl.static_range(2):
         codes = tl.load(rows + part * ROW + block, mask=live[:, None] & (block < ROW), other=0)
-        wide = tl.broadcast_to(e4m3(codes, S.arch)[:, :, None], [S.BP, N, 16])
-        scales = scales + (tl.reshape(wide, [S.BP, WIDTH]),)
+        scales = scales + (spread(e4m3(codes, S.arch), N),)
     return scales
 
 
 @triton.jit
-def read_state(layer, strides, where, first, live, part, WIDTH: tl.constexpr, S: tl.constexpr):
-    """What a step reads of BP rows, from row ``first`` of the slot ``where`` on: a tuple of tiles, one a plane.
+def spread(blocks, N: tl.constexpr):
+    """A number a block [BP, N/16], for each of its elements: [BP, N]."""
+    ROWS: tl.constexpr = blocks.shape[0]
+    return tl.reshape(tl.broadcast_to(blocks[:, :, None], [ROWS, N // 16, 16]), [ROWS, N])
 
-    Tile n has ``WIDTH`` columns from ``part * WIDTH`` on in plane n (``columns_of`` the piece
-    ``part + n * S.C // planes(S.read)`` where WIDTH is BK). Plain formats come as they are stored; others as float16,
-    exactly, and a sum over a row's elements is to be multiplied by ``row_scales``.
+
+@triton.jit
+def read_state(layer, strides, where, first, live, part, N: tl.constexpr, S: tl.constexpr):
+    """What a step reads of BP rows, from row ``first`` of the slot ``where`` on: a tuple of tiles [BP, N], one a plane.
+
+    The tile of plane n has the columns from ``part * N`` on in it: with N = BK ``columns_of`` piece
+    ``part + n * S.C // planes(S.read)``. Plain formats come as they are stored; others as float16, exactly, and a sum
+    over a row's elements is to be multiplied by ``row_scales``.
     """
     WORD: tl.constexpr = S.read
-    found = load_levels(layer.state + where * strides.state, first, live, part * WIDTH, WIDTH, WORD, S)
+    columns = part * N + tl.arange(0, N)
+    found = load_levels(layer.state + where * strides.state, first, live, columns, WORD, S)
     if planes(WORD) == 1:
         return found
     else:
-        scales = load_blocks(layer.scale + where * strides.scale, first, live, part * WIDTH, WIDTH, WORD, S)
+        scales = load_blocks(layer.scale + where * strides.scale, first, live, part * N, N, WORD, S)
         UNIT: tl.constexpr = block_unit(WORD, S.arch)
         return found[0] * (scales[0] * UNIT), found[1] * (scales[1] * UNIT)
 
 
 @triton.jit
 def row_scales(layer, strides, where, head, first, live, S: tl.constexpr):
-    """What the sums over the rows of ``read_state`` are multiplied by: [BP] float32, or one number."""
+    """What the sums over the rows of ``read_state`` are multiplied by: float32 [BP] or [1]."""
     if is_plain(S.read):
-        return 1.0
+        return tl.full([1], 1.0, tl.float32)
     elif planes(S.read) == 1:
         scales = layer.scale + where * strides.scale + first
         return tl.load(scales + tl.arange(0, S.BP), mask=live, other=0.0)
     else:
-        return tl.load(layer.head_scale + where * strides.head_scale + head) * tile_unit(S.read)
+        scale = tl.load(layer.head_scale + where * strides.head_scale + head)
+        return tl.full([1], tile_unit(S.read), tl.float32) * scale
+
+
+@triton.jit
+def operand(tile, S: tl.constexpr):
+    """A tile of ``read_state`` as products take it: numbers of formats with scales fit bfloat16 as well."""
+    if is_plain(S.read) or S.dot == "interpret":
+        return tile
+    else:
+        return tile.to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def load_state(state, scale, head_scale, head, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
+    """A tile [BP, BK] of a state in float32, as ``Format.decode`` has it to the bit."""
+    if planes(WORD) == 2:
+        N: tl.constexpr = S.BK // 2
+        found = load_levels(state, first, live, tl.arange(0, N), WORD, S)
+        blocks = load_blocks(scale, first, live, 0, N, WORD, S)
+        UNIT: tl.constexpr = e2m1_unit(S.arch) if WORD == "nvfp4" else 1.0
+        whole = tl.load(head_scale + head)
+        low = found[0].to(tl.float32) * UNIT * (blocks[0].to(tl.float32) * whole)
+        return joined((low, found[1].to(tl.float32) * UNIT * (blocks[1].to(tl.float32) * whole)), WORD)
+    else:
+        found = load_levels(state, first, live, columns, WORD, S)[0].to(tl.float32)
+        if not is_plain(WORD):
+            found *= tl.load(scale + first + tl.arange(0, S.BP), mask=live, other=0.0)[:, None]
+        return found
+
+
+# Storing -------------------------------------------------------------------------------------------------------------
+
+
+@triton.constexpr_function
+def element(word):
+    """What a pointer to a format's elements points to."""
+    return {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}.get(word, tl.uint8)
+
+
+@triton.constexpr_function
+def scale_element(word):
+    """What a pointer to the scales of rows or blocks points to."""
+    return tl.uint8 if word in ("int4", "nvfp4") else tl.float32
+
+
+@triton.constexpr_function
+def top(word):
+    """The largest number of a format with scales, as ``replayssm.formats`` has it."""
+    return {"fp8": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "nvfp4": 6.0}[word]
+
+
+@triton.constexpr_function
+def bias(word):
+    """The exponent bias of a floating-point format; 0 for integers."""
+    return {"fp8": 7, "fp8_e5m2": 15, "nvfp4": 1}.get(word, 0)
+
+
+@triton.constexpr_function
+def mantissa(word):
+    """The mantissa bits of a floating-point format."""
+    return {"fp8": 3, "fp8_e5m2": 2, "nvfp4": 1}.get(word, 0)
+
+
+@triton.jit
+def nearest_code(x, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
+    """The code of x ≥ 0 (float32, within range), of two equally close ones the even one: bits moved, as int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
+    normal = ((bits + HALF + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # Behind this number a float32 counts in units of the smallest code.
+    UNIT: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    tiny = (x + UNIT).to(tl.int32, bitcast=True) - ((151 - BIAS - MANTISSA) << 23)
+    return tl.where(x < 2.0 ** (1 - BIAS), tiny, normal)
+
+
+@triton.jit
+def number(code, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
+    """A floating-point code as float32."""
+    return small_floats(code, BIAS, MANTISSA).to(tl.float32) * (2.0 ** (15 - BIAS))
+
+
+@triton.jit
+def rounded(x, bits, WORD: tl.constexpr):
+    """Codes (int32) of x, which is in units of its scale, and what they stand for; to the nearest without bits."""
+    BIAS: tl.constexpr = bias(WORD)
+    MANTISSA: tl.constexpr = mantissa(WORD)
+    size = tl.abs(x)
+    if BIAS == 0:
+        if bits is None:
+            code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        else:
+            low = tl.floor(size)
+            code = low.to(tl.int32) + below(bits, size - low).to(tl.int32)
+            code = tl.where(x < 0, -code, code)
+        return code, code.to(tl.float32)
+    else:
+        if bits is None:
+            code = nearest_code(size, BIAS, MANTISSA)
+        elif WORD == "nvfp4":
+            # On this piecewise linear scale the levels are whole numbers.
+            line = tl.where(size < 2, 2 * size, tl.where(size < 4, size + 2, size * 0.5 + 4))
+            low = tl.floor(line)
+            code = low.to(tl.int32) + below(bits, line - low).to(tl.int32)
+        else:
+            code = nearest_code(size, BIAS, MANTISSA)
+            code -= (number(code, BIAS, MANTISSA) > size).to(tl.int32)
+            low = number(code, BIAS, MANTISSA)
+            fraction = tl.div_rn(size - low, number(code + 1, BIAS, MANTISSA) - low)
+            code += below(bits, fraction).to(tl.int32)
+        SIGN: tl.constexpr = 3 if WORD == "nvfp4" else 7
+        code |= (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32) << SIGN
+        return code, number(code, BIAS, MANTISSA)
+
+
+@triton.jit
+def scale_of(largest, finite, TOP: tl.constexpr):
+    """The scale that brings ``largest`` to TOP: 0 for 0, NaN where not all is finite."""
+    SHARE: tl.constexpr = (1 - 2.0**-22) / TOP
+    scale = tl.where(largest > 0, tl.maximum(largest * SHARE, 2.0**-100), 0.0)
+    return tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def reciprocal(scale):
+    """1/scale; 0 where the scale is 0 or NaN."""
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    return tl.where(scale > 0, tl.div_rn(one, tl.where(scale > 0, scale, one)), 0.0)
+
+
+@triton.jit
+def in_units(x, scale, TOP: tl.constexpr):
+    """x in units of the scale, within ±TOP; 0 where the scale is 0 or NaN."""
+    return tl.where(scale > 0, tl.minimum(tl.maximum(x * reciprocal(scale), -TOP), TOP), 0.0)
+
+
+@triton.jit
+def store_rows(state, scale, x, bits, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
+    """Encode and store a tile with a scale per row; return what it then holds, as float32."""
+    finite = tl.abs(x) < float("inf")
+    largest = tl.max(tl.where(finite, tl.abs(x), 0.0), 1)
+    scales = scale_of(largest, tl.min(finite.to(tl.int32), 1) > 0, top(WORD))
+    codes, numbers = rounded(in_units(x, scales[:, None], top(WORD)), bits, WORD)
+    rows = first + tl.arange(0, S.BP)
+    inside = live[:, None] & (columns < S.K)[None, :]
+    tl.store(state + rows[:, None] * S.K + columns[None, :], codes.to(tl.uint8), mask=inside)
+    tl.store(scale + rows, scales, mask=live)
+    return numbers * scales[:, None]
+
+
+@triton.jit
+def store_blocks(state, scale, head_scale, x, bits, head, first, live, WORD: tl.constexpr, S: tl.constexpr):
+    """Encode and store all of a head with a scale per 16 elements; return what it then holds, as float32."""
+    TOP: tl.constexpr = top(WORD)
+    N: tl.constexpr = S.BK // 16
+    ROW: tl.constexpr = plane(WORD, S.K)
+    finite = tl.abs(x) < float("inf")
+    size = tl.reshape(tl.where(finite, tl.abs(x), 0.0), [S.BP, N, 16])
+    largest = tl.max(size, 2)
+    whole = scale_of(tl.max(tl.max(largest, 1), 0), True, TOP * 448.0)
+    ratio = largest * (reciprocal(whole) * (1 / TOP))
+    block = nearest_code(tl.minimum(ratio, 448.0), 7, 3)
+    if bits is not None:
+        # A scale that saturates its block would be a bias.
+        block = tl.where(number(block, 7, 3) < ratio, tl.minimum(block + 1, 0x7E), block)
+    sound = tl.min(tl.reshape(finite.to(tl.int32), [S.BP, N, 16]), 2) > 0
+    scales = spread(tl.where(sound, number(block, 7, 3), float("nan")) * whole, S.BK)
+    codes, numbers = rounded(in_units(x, scales, TOP), bits, WORD)
+    low, high = tl.split(tl.permute(tl.reshape(codes & 15, [S.BP, 2, S.BK // 2]), (0, 2, 1)))
+    rows = first + tl.arange(0, S.BP)
+    byte = tl.arange(0, S.BK // 2)
+    inside = live[:, None] & (byte < ROW)[None, :]
+    tl.store(state + rows[:, None] * ROW + byte[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
+    b = tl.arange(0, N)
+    at = b // (N // 2) * (ROW // 16) + b % (N // 2)
+    inside = live[:, None] & (b % (N // 2) < ROW // 16)[None, :]
+    block = tl.where(sound, block, 0x7F).to(tl.uint8)
+    tl.store(scale + rows[:, None] * (ROW // 8) + at[None, :], block, mask=inside)
+    tl.store(head_scale + head, whole)
+    return numbers * scales
+
+
+@triton.jit
+def store_state(state, scale, head_scale, x, bits, head, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
+    """Store x [BP, BK] (float32, zero outside of the head), stochastically with ``bits``; return what it then holds."""
+    if planes(WORD) == 2:
+        return store_blocks(state, scale, head_scale, x, bits, head, first, live, WORD, S)
+    elif not is_plain(WORD):
+        return store_rows(state, scale, x, bits, first, live, columns, WORD, S)
+    else:
+        new = x.to(element(WORD)) if bits is None else round_stochastic(x, bits, element(WORD))
+        rows = first + tl.arange(0, S.BP)
+        inside = live[:, None] & (columns < S.K)[None, :]
+        tl.store(state + rows[:, None] * S.K + columns[None, :], new, mask=inside)
+        return new.to(tl.float32)
 
 
 # Written values ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""Storing a state: the counter's random bits and stochastic rounding, the same to the bit as ``replayssm.precision``.
-
-Low-precision read copies will be encoded and decoded here.
-"""
+"""Stochastic rounding on the device: the counter's bits, and 16-bit dtypes, as ``replayssm.rounding`` to the bit."""
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -31,24 +28,20 @@ def random_bits(seed, layer, counter, index):
 
 
 @triton.jit
+def below(bits, fraction):
+    """Whether to round up: with the probability ``fraction``."""
+    return bits.to(tl.float32) * (1.0 / 4294967296.0) < fraction
+
+
+@triton.jit
 def round_stochastic(x, bits, DTYPE: tl.constexpr):
     """Round float32 to one of its two neighbours in a 16-bit dtype, in expectation x; saturates, keeps NaN and inf."""
     magnitude = tl.abs(x)
     nearest = magnitude.to(DTYPE)
-    below = nearest.to(tl.int16, bitcast=True) - (nearest.to(tl.float32) > magnitude).to(tl.int16)
-    low = below.to(DTYPE, bitcast=True).to(tl.float32)
-    high = (below + 1).to(DTYPE, bitcast=True).to(tl.float32)
-    fraction = tl.div_rn(magnitude - low, high - low)
-    up = (bits.to(tl.float32) * (1.0 / 4294967296.0) < fraction).to(tl.int16)
+    under = nearest.to(tl.int16, bitcast=True) - (nearest.to(tl.float32) > magnitude).to(tl.int16)
+    low = under.to(DTYPE, bitcast=True).to(tl.float32)
+    high = (under + 1).to(DTYPE, bitcast=True).to(tl.float32)
+    up = below(bits, tl.div_rn(magnitude - low, high - low)).to(tl.int16)
     sign = (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int16) << 15
-    rounded = ((below + up) | sign).to(DTYPE, bitcast=True)
+    rounded = ((under + up) | sign).to(DTYPE, bitcast=True)
     return tl.where(magnitude < float("inf"), rounded, x.to(DTYPE))
-
-
-@triton.jit
-def stored(x, seed, layer, counter, index, DTYPE: tl.constexpr, TYPES: tl.constexpr):
-    """x (float32) in the dtype of a checkpoint."""
-    if TYPES.stochastic:
-        return round_stochastic(x, random_bits(seed, layer, counter, index), DTYPE)
-    else:
-        return x.to(DTYPE)

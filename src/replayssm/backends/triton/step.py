@@ -14,6 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replayssm.backends.triton.formats import (
+    joined,
+    operand,
+    planes,
+    read_state,
+    row_scales,
+    store_written,
+    whole_columns,
+)
 from replayssm.backends.triton.gates import channel_gates, head_gates, load_or, unit_scales
 from replayssm.backends.triton.tile import ancestors, between, exact, pairs_by_channel, product, write
 
@@ -159,8 +168,9 @@ def step_kernel(
     shared = (pid // chunks) % (S.H // S.share) * S.share
     chunk = pid % chunks
     group = shared // (S.H // S.G)
-    columns = tl.arange(0, S.BK)
+    columns = whole_columns(S.read, S)
     wide = (columns < S.K)[None, :]
+    WIDTH: tl.constexpr = S.BK // planes(S.read)
 
     slot, start, count, length, code = admit(batch, row, slots, bound, W, T)
     i = tl.arange(0, M)
@@ -209,13 +219,17 @@ def step_kernel(
         tile = item % tiles
         p = tile * S.BP + tl.arange(0, S.BP)
         inside = p < S.P
-        state = layer.state + where * strides.state + (head * S.P + p)[:, None] * S.K + columns[None, :]
-        s = tl.load(state, mask=inside[:, None] & wide & live, other=0.0)
+        first = head * S.P + tile * S.BP
+        found = read_state(layer, strides, where, first, inside & live, 0, WIDTH, S)
+        s = operand(joined(found, S.read), S)
+        by_row = row_scales(layer, strides, where, head, first, inside & live, S)
         entries = head * S.W
         value = layer.value + where * strides.value + entries * S.P
         weight = layer.weight + where * strides.weight + entries
         decay = None if layer.decay is None else layer.decay + where * strides.decay + entries
         written = None if layer.written is None else layer.written + where * strides.written + entries * S.P
+        lower = None if layer.written_low is None else layer.written_low + where * strides.written_low + entries * S.P
+        scales = None if layer.written_scale is None else layer.written_scale + where * strides.written_scale + entries
         at_v = head * S.P + p[None, :]
         here = (valid & is_k)[:, None] & inside[None, :]
         v = tl.load(inputs.v + (token * token_strides.v)[:, None] + at_v, mask=here, other=0.0)
@@ -224,13 +238,19 @@ def step_kernel(
         since, total = decay_of_entries(decay, e, known)
         along = tl.sum(tl.where(line & is_k[None, :], g[None, :], 0.0), 1)
         reach = tl.exp(since[None, :] + along[:, None]) * old_scores
+        here_u = old[:, None] & inside[None, :]
+        at_u = e[:, None] * S.P + p[None, :]
         if written is None:
             reach *= tl.load(weight + e, mask=old, other=0.0)[None, :]
-            old_u = tl.load(value + e[:, None] * S.P + p[None, :], mask=old[:, None] & inside[None, :], other=0.0)
+            old_u = tl.load(value + at_u, mask=here_u, other=0.0)
         else:
-            old_u = tl.load(written + e[:, None] * S.P + p[None, :], mask=old[:, None] & inside[None, :], other=0.0)
-        seen = product(far, tl.trans(s), S) * (tl.exp(total + along) * scale)[:, None]
-        seen += product(tl.where(old[None, :], reach, 0.0), old_u, S)
+            reach *= load_or(scales, e, old, 1.0)[None, :]
+            old_u = tl.load(written + at_u, mask=here_u, other=0.0)
+        reach = tl.where(old[None, :], reach, 0.0)
+        seen = product(far, tl.trans(s), S) * (tl.exp(total + along) * scale)[:, None] * by_row[None, :]
+        seen += product(reach, old_u, S)
+        if lower is not None:
+            seen += product(reach, tl.load(lower + at_u, mask=here_u, other=0.0), S)
         now = scores if layer.decay is None else scores * tl.exp(between(g, line, is_k, S))
         among = tl.where(is_k[:, None] & (i[:, None] != i[None, :]), now, 0.0)
         u = write(v.to(tl.float32), tl.where(is_k, beta, 0.0), seen, among, T, S)
@@ -239,7 +259,7 @@ def step_kernel(
         tl.store(out + (token * S.H * S.P)[:, None] + at_v, result.to(out.dtype.element_ty), mask=mask)
         tl.store(value + place[:, None] * S.P + p[None, :], v, mask=here)
         if written is not None:
-            tl.store(written + place[:, None] * S.P + p[None, :], u.to(written.dtype.element_ty), mask=here)
+            store_written(written, lower, scales, place[:, None], p[None, :], u, here, S)
         first_of_head = valid & is_k & (tile == 0)
         tl.store(weight + place, beta, mask=first_of_head)
         if decay is not None:
