@@ -23,6 +23,7 @@ def build() -> Any:
 
     from .bench import bench
     from .check import check
+    from .drift import drift
     from .explain import explain
     from .generate import generate
     from .tune import tune
@@ -49,7 +50,7 @@ def build() -> Any:
     ) -> None:
         pass
 
-    for function in (generate, check, explain, tune):
+    for function in (generate, check, explain, drift, tune):
         app.command()(function)
     app.add_typer(bench)
     return app

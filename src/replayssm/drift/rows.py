@@ -8,13 +8,15 @@ import platform
 from collections.abc import Iterable
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from replayssm.checks import ReplayError
-from replayssm.drift.measure import Drift
 from replayssm.drift.policies import REFERENCE
+
+if TYPE_CHECKING:
+    from replayssm.drift.measure import Drift
 
 Row = dict[str, Any]
 """One policy on one model. Lists go along ``positions``:
