@@ -23,14 +23,15 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Optimiser:
-    """Update matrices by Muon and embeddings, vectors and convolutions by AdamW.
+    """Update matrices by Muon and embeddings, the output layer, vectors and convolutions by AdamW.
 
     Matrices of one shape are updated together, so that the iteration costs a few batched products.
     """
 
     def __init__(self, model: nn.Module, rate: float, adam_rate: float, decay: float, momentum: float = 0.95):
         self.rate, self.adam_rate, self.decay, self.momentum = rate, adam_rate, decay, momentum
-        embedding = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+        embedding = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is output}
         linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and min(m.weight.shape) >= 16}
         self.groups: dict[tuple, list[Tensor]] = defaultdict(list)
         plain, decayed = [], []

@@ -1,6 +1,7 @@
 """Train a small language model of any causal architecture of transformers, described by a configuration file.
 
-python training/train.py --config training/docs_gdn.json --data out/data --output out/docs_gdn
+python training/train.py --architecture gdn --data out/data --out out/docs_gdn
+python training/train.py --config my_model.json --data out/data --out out/my_model --seconds 280
 """
 
 import argparse
@@ -23,7 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import fast_paths
 from muon import Optimiser
+from plot_log import draw
 from score import evaluate, load_heldout
+
+HERE = Path(__file__).parent
+ARCHITECTURES = {name: HERE / f"docs_{name}.json" for name in ("gdn", "mamba2", "kda")}
 
 
 def build(config: dict) -> PreTrainedModel:
@@ -102,117 +107,171 @@ def export(model: PreTrainedModel, tokenizer_folder: Path, folder: Path) -> None
         shutil.copy(path, folder / path.name)
 
 
+class Pace:
+    """How far a run is, from 0 to 1: by its steps or, with a budget of seconds, by the time of day.
+
+    The budget counts from `begin` and includes what comes after the last step. The time before `start` (loading, the
+    first step, which compiles) is part of it, but the learning rate does not fall in it.
+
+    Attributes:
+        ending: seconds to keep for the final measurement and for saving.
+    """
+
+    def __init__(self, begin: float, seconds: float | None, steps: int, done: float):
+        self.begin, self.seconds, self.steps, self.done = begin, seconds, steps, done
+        self.ending = 20.0
+        self.start: float | None = None
+        self.reached = done
+
+    def __call__(self, step: int) -> float:
+        """Progress before step number `step`; it never falls."""
+        if self.seconds is None:
+            return step / self.steps
+        now = time.monotonic()
+        span = self.begin + self.seconds - self.ending - (self.start or self.begin)
+        share = (now - (self.start or now)) / span if span > 0 else 1.0
+        self.reached = max(self.reached, min(1.0, self.done + (1 - self.done) * share))
+        return self.reached
+
+
 def train(options: argparse.Namespace) -> dict:
     """Run the training described by the options; return the last held-out result."""
-    begin = time.monotonic()
-    config = json.loads(options.config.read_text())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
+    config = json.loads((options.config or ARCHITECTURES[options.architecture]).read_text())
     model = build(config).train()
     model.to(device)  # pyright: ignore[reportArgumentType]
-    plan = config["training"]
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear)
-    steps, length, batch = plan["steps"], plan["length"], plan["batch"]
-    replaced = fast_paths.install(model) if plan.get("fast_paths", True) and device.type == "cuda" else []
-    loss_function = head_loss
-    if plan.get("compile", True) and device.type == "cuda":
-        compile_layers(model)
-        loss_function = torch.compile(head_loss, dynamic=False)
-    optimiser = Optimiser(model, plan["rate"], plan["adam_rate"], plan["weight_decay"])
+    with fast_paths.installed(model) as replaced:
+        return Run(options, config, model, replaced).finish()
 
-    tokenizer = Tokenizer.from_file(str(options.data / "tokenizer" / "tokenizer.json"))
-    heldout = load_heldout(options.heldout or options.data / "heldout", tokenizer)
-    batches = Batches(load_tokens(options.data / "train.u16.xz").to(device), length, batch, config.get("seed", 0))
-    options.output.mkdir(parents=True, exist_ok=True)
-    checkpoint = options.checkpoint or options.output / "checkpoint.pt"
-    step, tokens, spent = 0, 0, 0.0
-    if options.resume and checkpoint.exists():
-        saved = torch.load(checkpoint, map_location=device)
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        step, tokens, spent = saved["step"], saved["tokens"], saved["seconds"]
-    log = (options.output / "log.jsonl").open("a" if step else "w")
 
-    def record(entry: dict) -> None:
-        log.write(json.dumps(entry) + "\n")
-        log.flush()
-        print(json.dumps(entry), flush=True)
+class Run:
+    """One training run, with its model, its text, its log and its state."""
 
-    count = sum(p.numel() for p in model.parameters())
-    record({"parameters": count, "replaced": replaced, "device": device.type, "ready": time.monotonic() - begin})
+    def __init__(self, options: argparse.Namespace, config: dict, model: PreTrainedModel, replaced: list[str]):
+        device = model.device
+        self.options, self.model, self.device = options, model, device
+        self.plan = plan = config["training"]
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        self.head, self.loss_function = head, head_loss
+        if plan.get("compile", device.type == "cuda"):
+            compile_layers(model)
+            self.loss_function = torch.compile(head_loss, dynamic=False)
+        self.optimiser = Optimiser(model, plan["rate"], plan["adam_rate"], plan["weight_decay"])
+        self.tokenizer = options.data / "tokenizer"
+        tokenizer = Tokenizer.from_file(str(self.tokenizer / "tokenizer.json"))
+        self.heldout = load_heldout(options.heldout or options.data / "heldout", tokenizer)
+        text = load_tokens(options.data / "train.u16.xz").to(device)
+        self.batches = Batches(text, plan["length"], plan["batch"], config.get("seed", 0))
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.checkpoint = options.checkpoint or options.out / "checkpoint.pt"
+        self.step, self.tokens, done = 0, 0, 0.0
+        if options.resume and self.checkpoint.exists():
+            saved = torch.load(self.checkpoint, map_location=device)
+            model.load_state_dict(saved["model"])
+            self.optimiser.load_state_dict(saved["optimiser"])
+            self.step, self.tokens, done = saved["step"], saved["tokens"], saved["progress"]
+        self.pace = Pace(options.begin, options.seconds, plan["steps"], done)
+        self.log = options.out / "log.jsonl"
+        if not self.step:
+            self.log.write_text("")
+        count = sum(p.numel() for p in model.parameters())
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        self.record({"parameters": count, "replaced": replaced, "device": name, "torch": torch.__version__})
 
-    def mixed() -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    def record(self, entry: dict) -> None:
+        """Add a line to the log."""
+        line = json.dumps(entry | {"seconds": round(time.monotonic() - self.options.begin, 1)})
+        with self.log.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
 
-    def save() -> None:
-        state = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": step, "tokens": tokens}
-        torch.save(state | {"seconds": spent + time.monotonic() - start}, checkpoint)
-        export(model, options.data / "tokenizer", options.output / "model")
+    def mixed(self) -> torch.autocast:
+        """Matrix products in bfloat16 on a GPU."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def measure(limit: int | None) -> dict:
-        # Compiling once more for evaluation shapes costs more than it saves
-        with torch.compiler.set_stance("force_eager"), mixed():
-            return evaluate(model, heldout, length=min(length, 2048), batch=batch, limit=limit)
-
-    start = mark = time.monotonic()
-    budget = 60 * options.minutes if options.minutes else math.inf
-    losses: list[Tensor] = []
-    while step < min(steps, options.stop or steps):
-        # The budget counts from the start of the program: what it needs to get ready is part of it
-        elapsed = time.monotonic() - begin
-        if elapsed > budget:
-            break
-        progress = step / steps
-        if options.fit:
-            progress = max(progress, elapsed / budget)
-        x, y = batches(step)
-        with mixed():
-            hidden = model.base_model(input_ids=x, use_cache=False).last_hidden_state
-            loss = loss_function(hidden, head.weight, y)
+    def advance(self, scale: float) -> tuple[Tensor, Tensor]:
+        """Train one step; return the loss and the gradient's norm."""
+        x, y = self.batches(self.step)
+        with self.mixed():
+            hidden = self.model.base_model(input_ids=x, use_cache=False).last_hidden_state
+            loss = self.loss_function(hidden, self.head.weight, y)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), plan.get("clip", 1.0))
-        scale = schedule(progress, step, plan["warmup"], plan["decay"])
-        optimiser.step(scale)
-        optimiser.zero_grad()
-        losses.append(loss.detach())
-        step, tokens = step + 1, tokens + x.numel()
-        if step % plan.get("log_every", 50) == 0 or step == steps:
-            mean = torch.stack(losses).mean().item()
-            now = time.monotonic()
-            record(
-                {"step": step, "tokens": tokens, "loss": round(mean, 4), "rate": round(scale, 4)}
-                | {"norm": round(norm.item(), 3), "tokens_per_s": round(len(losses) * x.numel() / (now - mark))}
-                | {"seconds": round(now - begin, 1)}
-            )
-            if not math.isfinite(mean):
-                raise FloatingPointError(f"the loss is {mean} at step {step}")
-            losses, mark = [], now
-        if step % plan["evaluate_every"] == 0 and step < steps:
-            record({"step": step, "tokens": tokens, "bits_per_byte": measure(plan.get("evaluate_tokens"))})
-            save()
-            mark = time.monotonic()
-    result = measure(None)
-    record({"step": step, "tokens": tokens, "seconds": round(time.monotonic() - begin, 1), "bits_per_byte": result})
-    save()
-    log.close()
-    return result
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.get("clip", 1.0))
+        self.optimiser.step(scale)
+        self.optimiser.zero_grad()
+        self.step, self.tokens = self.step + 1, self.tokens + x.numel()
+        return loss.detach(), norm
+
+    def measure(self, limit: int | None) -> None:
+        """Log the bits per byte of the first `limit` tokens of each source, and save."""
+        begin = time.monotonic()
+        # Compiling once more for evaluation shapes costs more than it saves
+        with torch.compiler.set_stance("force_eager"), self.mixed():
+            window = min(self.plan["length"], 2048)
+            self.result = evaluate(self.model, self.heldout, length=window, batch=16, limit=limit)
+        whole = sum(len(tokens) for tokens, _ in self.heldout.values())
+        share = sum(min(len(tokens), limit or len(tokens)) for tokens, _ in self.heldout.values()) / whole
+        spent = time.monotonic() - begin
+        self.record({"step": self.step, "tokens": self.tokens, "bits_per_byte": self.result})
+        self.save()
+        self.pace.ending = 1.3 * (spent / share + time.monotonic() - begin - spent) + 2
+
+    def save(self) -> None:
+        """Write the model folder, the resumable state and the picture."""
+        state = {"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict()}
+        state |= {"step": self.step, "tokens": self.tokens, "progress": self.pace(self.step)}
+        torch.save(state, self.checkpoint)
+        export(self.model, self.tokenizer, self.options.out / "model")
+        draw(self.log, self.options.out / "loss.png")
+
+    def finish(self) -> dict:
+        """Train to the end; return the final held-out result."""
+        plan, every = self.plan, self.plan["log_every"]
+        losses: list[Tensor] = []
+        mark, measured = time.monotonic(), math.floor(self.pace(self.step) * plan["evaluations"])
+        while (progress := self.pace(self.step)) < 1 and self.step != self.options.stop:
+            if (due := math.floor(progress * plan["evaluations"])) > measured:
+                self.measure(plan["evaluate_tokens"])
+                mark, measured, losses = time.monotonic(), due, []
+            scale = schedule(progress, self.step, plan["warmup"], plan["decay"])
+            loss, norm = self.advance(scale)
+            losses.append(loss)
+            if self.pace.start is None:
+                loss.item()  # waits for the device
+                self.pace.start = mark = time.monotonic()
+                self.record({"step": self.step, "tokens": self.tokens, "ready": True})
+                losses = []
+            elif self.step % every == 0:
+                mean = torch.stack(losses).mean().item()
+                now = time.monotonic()
+                speed = len(losses) * plan["length"] * plan["batch"] / (now - mark)
+                self.record(
+                    {"step": self.step, "tokens": self.tokens, "loss": round(mean, 4), "rate": round(scale, 4)}
+                    | {"norm": round(norm.item(), 3), "tokens_per_s": round(speed)}
+                )
+                if not math.isfinite(mean):
+                    raise FloatingPointError(f"the loss is {mean} at step {self.step}")
+                losses, mark = [], now
+        self.measure(None)
+        return self.result
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--architecture", choices=ARCHITECTURES, help="one of the shipped models")
+    which.add_argument("--config", type=Path, help="a configuration of your own")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--heldout", type=Path, help="held-out text (default: DATA/heldout)")
-    parser.add_argument("--checkpoint", type=Path, help="the resumable state (default: OUTPUT/checkpoint.pt)")
-    parser.add_argument("--minutes", type=float, help="stop, evaluate and save after this time")
-    parser.add_argument("--fit", action="store_true", help="finish the learning-rate schedule within --minutes")
-    parser.add_argument("--stop", type=int, help="stop, evaluate and save after this step")
+    parser.add_argument("--checkpoint", type=Path, help="the resumable state (default: OUT/checkpoint.pt)")
+    parser.add_argument("--seconds", type=float, help="for everything, compiling too, instead of a number of steps")
+    parser.add_argument("--stop", type=int, help="stop, measure and save after this step")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     options = parser.parse_args(arguments)
-    if options.fit and not options.minutes:
-        parser.error("--fit needs --minutes")
+    options.begin = time.monotonic()
     return train(options)
 
 

@@ -1,5 +1,6 @@
 """The training scripts at a size that takes seconds on a CPU."""
 
+import itertools
 import json
 import lzma
 import math
@@ -11,10 +12,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "training"))
 
-import fast_paths  # noqa: E402
 import muon  # noqa: E402
 import prepare  # noqa: E402
 import score  # noqa: E402
@@ -73,38 +73,81 @@ def test_a_given_tokenizer_is_taken_as_it_is(data: Path, tmp_path: Path):
         assert prepare.encode(taken, [text] * 4).tobytes() == file.read()
 
 
-def tiny(folder: Path, **training: int) -> Path:
-    """Write the shipped configuration, shrunk."""
-    config = json.loads((ROOT / "training" / "docs_gdn.json").read_text())
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "full_attention_interval": 2}
-    heads = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_value_heads": 2}
-    linear = {"linear_num_key_heads": 1, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    config["model"] |= sizes | heads | linear | {"vocab_size": 512}
-    config["training"] |= {"length": 64, "batch": 4, "steps": 12, "warmup": 2, "log_every": 4, "evaluate_every": 6}
+TINY = {
+    "gdn": {"num_hidden_layers": 2, "full_attention_interval": 2, "head_dim": 16, "num_attention_heads": 2}
+    | {"num_key_value_heads": 1, "linear_num_value_heads": 2, "linear_num_key_heads": 1}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "mamba2": {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "head_dim": 16}
+    | {"num_attention_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16},
+    "kda": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "v_head_dim": 16}
+    | {"mlp_layer_types": ["dense", "dense"], "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 16}
+    | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "linear_num_heads": 2, "linear_head_dim": 16},
+}
+
+
+def tiny(folder: Path, architecture: str = "gdn", **training: int) -> Path:
+    """Write a shipped configuration, shrunk."""
+    config = json.loads(train.ARCHITECTURES[architecture].read_text())
+    config["model"] |= TINY[architecture] | {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 512}
+    config["training"] |= {"length": 64, "batch": 4, "steps": 12, "warmup": 2, "log_every": 4, "evaluations": 2}
     config["training"] |= training
     path = folder / "tiny.json"
     path.write_text(json.dumps(config))
     return path
 
 
-def test_a_tiny_run_learns_and_exports_an_ordinary_folder(data: Path, tmp_path: Path):
-    output = tmp_path / "run"
-    result = train.main(["--config", str(tiny(tmp_path)), "--data", str(data), "--output", str(output)])
+@pytest.mark.parametrize("architecture", TINY)
+def test_a_tiny_run_learns_and_exports_an_ordinary_folder(architecture: str, data: Path, tmp_path: Path):
+    output, config = tmp_path / "run", tiny(tmp_path, architecture)
+    result = train.main(["--config", str(config), "--data", str(data), "--out", str(output)])
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     losses = [e["loss"] for e in log if "loss" in e]
     assert losses[-1] < losses[0] < math.log(512) + 0.5
+    assert [e["step"] for e in log if "bits_per_byte" in e] == [6, 12]
     assert log[-1]["bits_per_byte"] == result
+    assert (output / "loss.png").stat().st_size > 10_000
     model = transformers.AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(output / "model")
-    assert model.config.model_type == "qwen3_5_text"
+    assert model.config.model_type == json.loads(config.read_text())["model_type"]
     stored = safetensors_torch.load_file(output / "model" / "model.safetensors")
-    assert {t.dtype for t in stored.values()} == {torch.bfloat16}
-    assert sum(t.numel() for t in stored.values()) == log[0]["parameters"]  # the tied embedding is stored once
+    # transformers keeps this one parameter of kimi_linear wide
+    assert {t.dtype for name, t in stored.items() if not name.endswith("dt_bias")} == {torch.bfloat16}
+    assert sum(t.numel() for t in stored.values()) == log[0]["parameters"]  # a tied embedding is stored once
     text = "Copyright  2024\n    indented (text), §\n"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     parts = score.load_heldout(data / "heldout", tokenizer)
-    # what is loaded back is the trained model, rounded to bfloat16
+    # what is loaded back is the trained model, rounded to bfloat16, on the stock path
     assert score.evaluate(model, parts, length=64)["all"] == pytest.approx(result["all"], rel=5e-3)
+
+
+def test_a_run_ends_with_its_seconds_at_a_rate_of_nothing(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config, output = tiny(tmp_path, warmup=1, log_every=1), tmp_path / "run"
+    ticks = itertools.count()
+    monkeypatch.setattr(train.time, "monotonic", lambda: float(next(ticks)))  # a second whenever one looks
+    train.main(["--config", str(config), "--data", str(data), "--out", str(output), "--seconds", "120"])
+    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    rates = [e["rate"] for e in log if "rate" in e]
+    assert rates[0] > 0.99
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < 0.1
+    assert log[-1]["step"] > 12  # the number of steps does not end it
+    assert 100 < log[-1]["seconds"] < 120
+
+
+def test_pace_follows_the_clock_and_never_falls(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    pace = train.Pace(begin=100.0, seconds=130.0, steps=7, done=0.2)
+    now[0] = 110.0
+    assert pace(3) == 0.2  # nothing is reached before the first step
+    pace.start = 110.0
+    now[0] = 160.0
+    assert pace(3) == pytest.approx(0.6)  # half of the 100 seconds between the start and the ending
+    pace.ending = 0.0
+    assert pace(3) == pytest.approx(0.6)
+    now[0] = 230.0
+    assert pace(4) == 1.0
+    assert train.Pace(begin=0.0, seconds=None, steps=8, done=0.0)(2) == 0.25
 
 
 def test_the_shipped_model_predicts_heldout_text():
@@ -121,8 +164,8 @@ def test_the_shipped_model_predicts_heldout_text():
 def test_a_resumed_run_is_the_uninterrupted_run(data: Path, tmp_path: Path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     config = tiny(tmp_path)
-    expected = train.main(["--config", str(config), "--data", str(data), "--output", str(whole)])
-    arguments = ["--config", str(config), "--data", str(data), "--output", str(halves)]
+    expected = train.main(["--config", str(config), "--data", str(data), "--out", str(whole)])
+    arguments = ["--config", str(config), "--data", str(data), "--out", str(halves)]
     train.main([*arguments, "--stop", "5"])
     result = train.main([*arguments, "--resume"])
     assert result["all"] == pytest.approx(expected["all"], rel=1e-5)
@@ -135,24 +178,26 @@ def test_orthogonalise_brings_singular_values_near_one():
         assert 0.5 < values.min() <= values.max() < 1.4
 
 
-def test_shifted_convolution_is_the_stock_convolution():
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
-
-    torch.manual_seed(0)
-    x, weight, bias = torch.randn(2, 6, 11), torch.randn(6, 4), torch.randn(6)
-    for activation in ("silu", None):
-        expected = stock.causal_conv1d_fn(x, weight, bias, activation=activation)
-        torch.testing.assert_close(fast_paths.causal_conv1d(x, weight, bias, activation), expected)
-
-
-def test_time_steps_start_inside_the_configured_range():
-    config = json.loads((ROOT / "training" / "docs_gdn.json").read_text())
-    model = train.build(config)
-    assert 5.0e6 <= sum(p.numel() for p in model.parameters()) <= 5.3e6
+@pytest.mark.parametrize(("architecture", "millions"), [("gdn", 5.14), ("mamba2", 4.8), ("kda", 4.81)])
+def test_weights_start_as_configured(architecture: str, millions: float):
+    model = train.build(json.loads(train.ARCHITECTURES[architecture].read_text()))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * millions, rel=1e-3)
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             step = torch.nn.functional.softplus(parameter)
             assert 0.00099 <= step.min() <= step.max() <= 0.101
+
+
+def test_embeddings_and_the_output_layer_are_no_matrices_for_muon():
+    model = train.build(json.loads(train.ARCHITECTURES["kda"].read_text()))
+    optimiser = muon.Optimiser(model, 0.1, 0.1, 0.1)
+    assert (4096, 192) not in optimiser.groups
+    assert {id(p) for g in optimiser.adam.param_groups for p in g["params"]} >= {
+        id(model.get_output_embeddings().weight),
+        id(model.get_input_embeddings().weight),
+    }
+    count = sum(len(g["params"]) for g in optimiser.adam.param_groups) + sum(map(len, optimiser.groups.values()))
+    assert count == len(list(model.parameters()))
 
 
 def test_schedule_warms_up_holds_and_falls_to_zero():
@@ -165,22 +210,3 @@ def test_batches_cover_an_epoch_once():
     assert len(windows.unique()) == windows.numel() > 900
     x, y = batches(batches.per_epoch)
     assert torch.equal(x[:, 1:], y[:, :-1])
-
-
-def test_the_parallel_delta_rule_is_the_stock_one():
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
-
-    torch.manual_seed(0)
-    shapes = ((2, 300, 2, 16), (2, 300, 2, 16), (2, 300, 4, 32))
-    tensors = [torch.randn(s) for s in shapes] + [-0.1 * torch.rand(2, 300, 4), torch.rand(2, 300, 4)]
-    tensors[1][:, 5:90] = tensors[1][:, 5:6]  # equal keys are the hard case for the inverse
-    weight = torch.randn(2, 300, 4, 32)
-    results = []
-    for function in (stock.torch_chunk_gated_delta_rule, fast_paths.chunk_gated_delta_rule):
-        inputs = [x.clone().requires_grad_() for x in tensors]
-        query, key = (x.repeat_interleave(2, dim=2) for x in inputs[:2])  # what every stock version accepts
-        out = function(query, key, *inputs[2:], use_qk_l2norm_in_kernel=True)[0]
-        (out * weight).sum().backward()
-        results.append([out, *(x.grad for x in inputs)])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
