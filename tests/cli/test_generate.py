@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,37 @@ def test_the_text_is_that_of_stock(cli, hybrid, stock, speculate):
 def test_streams_the_text_and_nothing_else(cli, hybrid, stock):
     result = cli("generate", TEXT, "--model", hybrid, *FLAGS)
     assert (result.exit_code, result.stdout, result.stderr) == (0, stock[1] + "\n", "")
+
+
+@pytest.mark.parametrize("speculate", ["suffix:5", "mtp:2"])
+def test_drafts_that_only_an_engine_knows(cli, hybrid, stock, tmp_path, speculate):
+    """Another way to the same text, and to the same counts."""
+    from replayssm.engine import MtpHead
+
+    for path in Path(hybrid).iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    torch.manual_seed(1)
+    MtpHead(models.load(tmp_path)[0]).save(tmp_path / "mtp.safetensors")
+    result = cli("generate", TEXT, "--model", str(tmp_path), "--speculate", speculate, *FLAGS, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    stats, drafts = document["stats"], document["stats"]["drafts"]
+    assert (stats["prompt_tokens"], document["text"], document["speculate"]) == (*stock, speculate)
+    assert stats["model_steps"] + drafts["accepted"] == 24
+    assert drafts["proposed"] > 0 or speculate == "suffix:5"  # nothing comes twice in this text
+    plain = json.loads(cli("generate", TEXT, "--model", hybrid, *FLAGS, "--json").stdout)["stats"]
+    for key in ("tokens", "prompt_tokens"):
+        assert stats[key] == plain[key]
+    for key in ("conventional_read", "conventional_written"):
+        assert stats["state_bytes"][key] == plain["state_bytes"][key]
+    assert stats["sequence_bytes"]["checkpoint"] == plain["sequence_bytes"]["checkpoint"]
+    assert stats["folds"] >= 1
+    if not drafts["accepted"]:
+        assert stats["state_bytes"]["written"] > plain["state_bytes"]["written"]
+    assert stats["sequence_bytes"]["convolution"] >= plain["sequence_bytes"]["convolution"] > 0
+    result = cli("generate", TEXT, "--model", str(tmp_path), "--speculate", speculate, *FLAGS, "--stats")
+    assert result.stdout.startswith(stock[1])
+    assert "drafts accepted" in result.stdout
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "attention"])
@@ -142,8 +174,8 @@ def test_without_a_prompt_a_built_in_one_is_continued_and_said_so(cli, hybrid):
         (["x", "--speculate", "lookup:0"], "expected 1…256 drafts, got '0'"),
         (["x", "--speculate", "lookup:257"], "expected 1…256 drafts"),
         (["x", "--speculate", "assistant:docs_gdn:-1"], "expected 1…256 drafts, got '-1'"),
-        (["x", "--speculate", "magic"], "--speculate magic: expected lookup:8, assistant:PATH:4 or off"),
-        (["x", "--speculate", "assistant"], "expected lookup:8, assistant:PATH:4 or off"),
+        (["x", "--speculate", "magic"], "--speculate magic: expected lookup:8, suffix:8, mtp:3, assistant:PATH:4"),
+        (["x", "--speculate", "assistant"], "expected lookup:8, suffix:8, mtp:3, assistant:PATH:4 or off"),
         (["x", "--precision", "fp7"], "precision: got 'fp7', expected a checkpoint"),
         (["x", "--dtype", "int3"], "--dtype int3: expected one of fp32, bf16, fp16, auto"),
         (["x", "--top-p", "0.9"], "--temperature above 0"),

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from rich.table import Table
 
 from replayssm import models
-from replayssm.layout import Precision
 
 from . import setup
 from .common import UserError, command, console, human_bytes, human_time, print_json
-from .ledger import Ledger
+from .ledger import EngineLedger, Ledger
 from .options import DTYPE, MODEL, PRECISION, WINDOW
+from .setting import Setting
 from .speculate import FORMS, Speculation
+
+if TYPE_CHECKING:
+    from replayssm.engine import Params
 
 
 class Printer:
@@ -82,43 +86,43 @@ def generate(
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="end with a table of what was moved and kept")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    batch_file: Annotated[Path | None, typer.Option(help="many prompts: JSON lines (see docs/cli.md)")] = None,
+    output: Annotated[Path | None, typer.Option(help="with --batch-file: where answers are appended")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="with --batch-file: prompts at a time (default: 8)")] = None,
+    memory_gb: Annotated[float | None, typer.Option(min=0, help="with --batch-file: instead of --slots, GB")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="with --batch-file: most tokens of a prompt and its answer (2048)")
+    ] = None,
 ) -> None:
     """Continue a prompt. The recurrent layers decode from a checkpoint and a buffer; the text is that of stock."""
-    speculation = Speculation.parse(speculate)
-    sampling = _sampling(temperature, top_p, top_k)
-    policy = Precision.preset(precision)
+    setting = Setting(model, dtype, precision, Speculation.parse(speculate), window, threads)
+    room = setting.room
+    if batch_file is not None:
+        if prompt is not None or file is not None or stats:
+            raise UserError("--batch-file takes no prompt, no --file and no --stats")
+        from . import batch_file as batch
+
+        defaults = _params(max_new_tokens, temperature, top_p, top_k)
+        capacity = {"slots": slots, "memory": None if memory_gb is None else int(memory_gb * 1e9)}
+        capacity["max_length"] = max_length or 2048
+        batch.command(setting, batch_file, output, defaults, seed or 0, capacity, json)
+        return
+    for name, value in (("output", output), ("slots", slots), ("memory-gb", memory_gb), ("max-length", max_length)):
+        if value is not None:
+            raise UserError(f"--{name} goes with --batch-file")
+    if temperature == 0 and (top_p, top_k) != (None, None):
+        raise UserError("--top-p and --top-k choose among samples: give --temperature above 0 as well")
     text = _prompt(prompt, file, announce=not json)
     seed = torch.seed() % 2**31 if seed is None else seed
-
-    from replayssm.integrations.transformers import attach
-
-    target, tokenizer = setup.load(model, dtype)
-    setup.set_threads(target, threads)
-    room = {"window": speculation.window(window), "max_draft": speculation.max_draft, "precision": policy}
-    attach(target, **room)
-    assistant = _assistant(speculation, dtype, room, tokenizer)
-    ids = setup.encode(tokenizer, text)
-    printer = Printer(tokenizer, (lambda piece: None) if json else _write)
-    torch.manual_seed(seed)
-    with Ledger(target) as ledger:
-        target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            streamer=printer,
-            pad_token_id=tokenizer.pad_token_id or 0,
-            **sampling,
-            **speculation.options(assistant),
-        )
-    report = ledger.report(ids.shape[1], len(printer.tokens))
+    printer, report = _one(setting, text, replace(_params(max_new_tokens, temperature, top_p, top_k), seed=seed), json)
     if json:
-        settings = {"max_new_tokens": max_new_tokens, "speculate": str(speculation), "window": room["window"]}
+        settings = {"max_new_tokens": max_new_tokens, "speculate": str(setting.speculation), "window": room["window"]}
         settings |= {"precision": precision, "dtype": dtype, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         print_json({"model": model, "prompt": text, "text": printer.text, "seed": seed} | settings | {"stats": report})
         return
     _write("\n")
     if stats:
-        _show(report, speculation)
+        _show(report, setting.speculation)
 
 
 def _prompt(prompt: str | None, file: Path | None, announce: bool) -> str:
@@ -140,33 +144,62 @@ def _prompt(prompt: str | None, file: Path | None, announce: bool) -> str:
     return text
 
 
-def _sampling(temperature: float, top_p: float | None, top_k: int | None) -> dict[str, Any]:
-    """What ``model.generate`` takes, whatever the model's own settings of these are."""
-    if temperature == 0:
-        if top_p is not None or top_k is not None:
-            raise UserError("--top-p and --top-k choose among samples: give --temperature above 0 as well")
-        return {"do_sample": False, "num_beams": 1}
-    # 1.0 and 0 switch the two filters off.
-    return {
-        "do_sample": True,
-        "num_beams": 1,
-        "temperature": temperature,
-        "top_p": 1.0 if top_p is None else top_p,
-        "top_k": top_k or 0,
-    }
+def _params(new: int, temperature: float, top_p: float | None, top_k: int | None) -> Params:
+    """The options of sampling, with those left out switched off."""
+    from replayssm.engine import Params
+
+    return Params(new, temperature, top_k or 0, 1.0 if top_p is None else top_p)
 
 
-def _assistant(speculation: Speculation, dtype: str, room: dict[str, Any], tokenizer: Any) -> Any | None:
-    """The assistant model, attached if it is recurrent itself."""
-    if speculation.assistant is None:
-        return None
+def _one(setting: Setting, text: str, params: Params, quiet: bool) -> tuple[Printer, dict[str, Any]]:
+    """Continue one prompt and count what was done."""
+    target, tokenizer = setting.load()
+    way = _by_engine if setting.speculation.engine_only else _by_transformers
+    ids = setup.encode(tokenizer, text)
+    printer = Printer(tokenizer, (lambda piece: None) if quiet else _write)
+    ledger = way(setting, target, tokenizer, ids, printer, params)
+    return printer, ledger.report(ids.shape[1], len(printer.tokens))
+
+
+def _by_transformers(
+    setting: Setting, target: Any, tokenizer: Any, ids: torch.Tensor, printer: Printer, params: Params
+) -> Ledger:
     from replayssm.integrations.transformers import attach
 
-    found, own = setup.load(speculation.assistant, dtype)
-    if own.get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"--speculate {speculation}: the assistant has another vocabulary than the model")
+    attach(target, **setting.room)
+    assistant = setting.assistant(tokenizer)
     # transformers' own word for a model whose cache it cannot roll back: attention-only assistants need nothing.
-    return attach(found, **room) if found._is_stateful else found
+    if assistant is not None and assistant._is_stateful:
+        attach(assistant, **setting.room)
+    # Whatever the model's own settings of these are.
+    sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "num_beams": 1}
+    if sampling["do_sample"]:
+        sampling |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+    torch.manual_seed(params.seed or 0)
+    with Ledger(target) as ledger:
+        target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=params.max_tokens,
+            streamer=printer,
+            pad_token_id=tokenizer.pad_token_id or 0,
+            **sampling,
+            **setting.speculation.options(assistant),
+        )
+    return ledger
+
+
+def _by_engine(
+    setting: Setting, target: Any, tokenizer: Any, ids: torch.Tensor, printer: Printer, params: Params
+) -> Ledger:
+    size = ids.shape[1]
+    room = {"slots": 1, "max_length": size + (params.max_tokens or 0), "chunk": size}
+    with setting.engine(target, tokenizer, **room) as engine, EngineLedger(engine) as ledger:
+        printer.put(ids)
+        for event in engine.stream(ids[0].tolist(), params):
+            printer.put(torch.tensor(event.tokens))
+        printer.end()
+    return ledger
 
 
 def _write(text: str) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replayssm.cache import ReplayCache
 from replayssm.layout import Layout
 from replayssm.plan.traffic import Traffic, entry_bytes, fold, replay_read
+
+if TYPE_CHECKING:
+    from replayssm.engine import Engine
 
 
 @dataclass
@@ -35,14 +38,11 @@ class Track:
     # After the last forward: tokens committed, `length`, `folds`, and whether its tokens went through a step.
     _before: tuple[int, int, int, bool] | None = None
 
-    def observe(self, cache: ReplayCache, tokens: int, seen: int) -> None:
-        """Take note of a forward with so many tokens, after which the cache has ``seen`` tokens, drafts included."""
+    def observe(self, cache: ReplayCache, tokens: int, committed: int) -> None:
+        """Take note of a forward with so many tokens, after which so many tokens of the sequence are committed."""
         length, folds = int(cache.length[0]), int(cache.folds[0])
         self.layout = cache.layout
         stepped = tokens <= self.layout.max_draft
-        # A prompt is scanned, not stepped; its last tokens stay out of the checkpoint where drafts may be taken back.
-        tail = self.layout.max_draft if self.layout.max_draft > 1 else 0
-        committed = seen - (tokens if stepped else tail)
         if self._before is not None:
             gained = committed - self._before[0]
             if not self._before[3] and gained:
@@ -103,7 +103,11 @@ class Ledger:
         self._cache, found = pools(output)
         self.tracks = self.tracks or [Track(pool.cache.layout, pool.cache.layers) for pool in found]
         for pool, track in zip(found, self.tracks, strict=True):
-            track.observe(pool.cache, tokens, pool.seen)
+            most = track.layout.max_draft
+            # A prompt is scanned, not stepped; its last tokens stay out of the checkpoint where drafts may be taken
+            # back.
+            later = tokens if tokens <= most else most if most > 1 else 0
+            track.observe(pool.cache, tokens, pool.seen - later)
 
     def report(self, prompt: int, generated: int) -> dict[str, Any]:
         """The counts in plain values: tokens, seconds and bytes, for one sequence.
@@ -145,9 +149,33 @@ class Ledger:
         sizes: dict[str, int] = dict.fromkeys(("checkpoint", "read_copy", "buffer", "convolution", "kv"), 0)
         for track in self.tracks:
             for name, spec in track.layout.tensors.items():
-                kind = next((kind for kind in ("checkpoint", "read_copy") if name.startswith(kind)), "buffer")
+                kinds = {"checkpoint": "checkpoint", "read_copy": "read_copy", "conv": "convolution"}
+                kind = next((kind for start, kind in kinds.items() if name.startswith(start)), "buffer")
                 sizes[kind] += spec.nbytes * track.layers
         for layer in self._cache.layers if self._cache is not None else ():
             sizes["convolution"] += sum(t.nbytes for t in getattr(layer, "conv_states", {}).values() if t is not None)
             sizes["kv"] += sum(t.nbytes for name in ("keys", "values") if (t := getattr(layer, name, None)) is not None)
+        return sizes
+
+
+class EngineLedger(Ledger):
+    """The same for the only sequence of an engine, whose prompt is one forward."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Watch this engine."""
+        super().__init__(engine.runner.model)
+        self._engine = engine
+
+    def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        tokens, runner = kwargs["input_ids"].shape[1], self._engine.runner
+        self.forwards.append(tokens)
+        self.times.append(time.perf_counter())
+        self.tracks = self.tracks or [Track(pool.layout, pool.layers) for pool in runner.pools]
+        for pool, track in zip(runner.pools, self.tracks, strict=True):
+            # A step is committed after it; the state of a scanned prompt is loaded within the forward.
+            track.observe(pool, tokens, runner.lengths[0] + (tokens if tokens > pool.layout.max_draft else 0))
+
+    def _sizes(self) -> dict[str, int]:
+        sizes = super()._sizes()
+        sizes["kv"] = self._engine.runner.keys.bytes + getattr(self._engine.drafter, "bytes", 0)
         return sizes

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .common import UserError
 
-FORMS = "lookup:8, assistant:PATH:4 or off"
-DRAFTS = {"lookup": 8, "assistant": 4}
+if TYPE_CHECKING:
+    from replayssm.engine import Drafter
+
+FORMS = "lookup:8, suffix:8, mtp:3, assistant:PATH:4 or off"
+DRAFTS = {"lookup": 8, "suffix": 8, "mtp": 3, "assistant": 4}
 MOST = 256
 """More drafts at a time than any model accepts."""
 
@@ -18,23 +21,25 @@ class Speculation:
     """Where drafts come from.
 
     Attributes:
-        kind: "lookup" copies what followed the last tokens earlier in the text; "assistant" asks a smaller model.
+        kind: "lookup" copies what followed the last tokens earlier in the text, "suffix" what followed the longest end
+            of the text that came before; "mtp" asks the model's own multi-token-prediction head, "assistant" a smaller
+            model.
         drafts: most tokens drafted at a time; 0 for "off".
         assistant: name or folder of the smaller model.
     """
 
-    kind: Literal["off", "lookup", "assistant"] = "off"
+    kind: Literal["off", "lookup", "suffix", "mtp", "assistant"] = "off"
     drafts: int = 0
     assistant: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Speculation:
-        """Read ``off``, ``lookup[:N]`` or ``assistant:PATH[:N]``."""
+        """Read ``off``, ``lookup[:N]``, ``suffix[:N]``, ``mtp[:N]`` or ``assistant:PATH[:N]``."""
         kind, _, rest = text.partition(":")
         if kind == "off" and not rest:
             return cls()
-        if kind == "lookup":
-            return cls("lookup", _count(text, rest, "lookup"))
+        if kind in ("lookup", "suffix", "mtp"):
+            return cls(kind, _count(text, rest, kind))
         if kind == "assistant" and rest:
             path, colon, count = rest.rpartition(":")
             if colon and path and count.lstrip("-").isdigit():
@@ -54,6 +59,27 @@ class Speculation:
     def window(self, given: int | None) -> int:
         """The window that was asked for; by default 16 committed entries and room for the drafts."""
         return 16 + self.drafts if given is None else given
+
+    @property
+    def engine_only(self) -> bool:
+        """Whether ``model.generate`` does not know these drafts, and an engine does."""
+        return self.kind in ("suffix", "mtp")
+
+    def drafter(self, model: Any, assistant: Any | None) -> Drafter | None:
+        """Who drafts in an engine. ``assistant`` is the loaded smaller model.
+
+        Raises:
+            ReplayError: the model has no multi-token-prediction head.
+        """
+        from replayssm.engine import DraftModel, MtpDrafter, MtpHead, PromptLookup, SuffixLookup
+
+        if self.kind == "lookup":
+            return PromptLookup()
+        if self.kind == "suffix":
+            return SuffixLookup()
+        if self.kind == "mtp":
+            return MtpDrafter(MtpHead.load(model))
+        return DraftModel(assistant) if assistant is not None else None
 
     def options(self, assistant: Any | None) -> dict[str, Any]:
         """What ``model.generate`` takes. ``assistant`` is the loaded model; its own settings are set to fit."""
