@@ -22,11 +22,12 @@ from replayssm.drift import policies
 GROUPS = 4
 """Short runs for each model."""
 WARM_TOKENS = 1024
+COMMAND = "import typer; from replayssm.cli.drift import drift; typer.run(drift)"
 
 
 def start(model: str, names: list[str], options: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """One run of the command in a process of its own."""
-    command = [sys.executable, "-m", "replayssm", "drift", model, "--policies", ",".join(names), *options]
+    """One run of the command in a process of its own, without the other commands and what they import."""
+    command = [sys.executable, "-c", COMMAND, model, "--policies", ",".join(names), *options]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 

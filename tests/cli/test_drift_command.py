@@ -28,7 +28,7 @@ def test_every_policy(cli: CLI, hybrid: str, text: str, tmp_path: Path) -> None:
     assert "256 of 256 tokens" in result.stderr
     document = json.loads(result.stdout)
     found: dict[str, dict[str, Any]] = {row["policy"]: row for row in document["rows"]}
-    assert len(found) == 16
+    assert len(found) == 18
     reference = found["conventional"]
     assert set(reference["kl"]) == {0.0}
     assert reference["top1"] == 1
@@ -59,7 +59,7 @@ def test_every_policy(cli: CLI, hybrid: str, text: str, tmp_path: Path) -> None:
     shown = cli("drift", "--from", str(rows), "--plot", str(picture))
     assert shown.exit_code == 0, shown.output
     assert "conventional+nvfp4" in shown.stdout
-    assert "rounded every" in shown.stdout
+    assert "rounded" in shown.stdout
     assert f"{formats['nvfp4']['rounded every token']:.1f}×" in shown.stdout
     assert picture.stat().st_size > 10_000
 

@@ -57,16 +57,18 @@ def test_slopes_and_ratios() -> None:
     assert fit(positions, [p**0.7 for p in positions], 64) == (pytest.approx(0.7), pytest.approx(0, abs=1e-9))
     assert fit(positions, [0.0] * 8, 64) == (None, None)
 
-    def row(kind: str, kl: float) -> dict[str, Any]:
-        return {"model": "m", "format": "nvfp4", "kind": kind, "kl": [1.0, kl]}
+    def row(kind: str, kl: float, form: str = "nvfp4") -> dict[str, Any]:
+        return {"model": "m", "format": form, "kind": kind, "kl": [1.0, kl]}
 
-    found = comparisons([row("rounded every token", 0.3), row("rounded every window", 0.1), row("read rounded", 0.05)])
+    every, once = "rounded every token", "rounded every window"
+    found = comparisons([row(every, 0.3), row(every, 0.2, "nvfp4sr"), row(once, 0.1), row("read rounded", 0.05)])
     assert found == [
         {
             "model": "m",
             "format": "nvfp4",
             "read": 0.05,
             "rounded every token": pytest.approx(6),
+            "rounded every token, sr": pytest.approx(4),
             "rounded every window": pytest.approx(2),
         }
     ]

@@ -22,7 +22,7 @@ from .options import MODEL
 
 TOKENS = {"cpu": 2048, "cuda": 131072}
 CHUNK = {"cpu": 256, "cuda": 1024}
-SHOWN = 4
+SHOWN = 3
 """Columns of the table for as many lengths: the last one, and others a factor of four apart."""
 
 
@@ -142,26 +142,34 @@ def _show(found: list[Row]) -> None:
     )
     places = list(range(len(first["positions"]) - 1, -1, -4))[:SHOWN][::-1]
     at = [f"at {first['positions'][i]:,}" for i in places]
-    names = "policy", *(f"KL {where}" for where in at), "slope", "top-1", "perplexity", "layer error"
-    table = Table(*(Column(name, no_wrap=i in (0, len(at) + 1)) for i, name in enumerate(names)))
+    table = _table("policy", *(f"KL {where}" for where in at), "slope")
     for row in found:
         slope = "" if row["slope"] is None else f"{row['slope']:+.2f} ± {row['slope_error']:.2f}"
-        worst = max((errors[-1] for errors in row["layers"].values()), default=0.0)
         kl = ["–" if rows.is_reference(row) else f"{row['kl'][i]:.1e}" for i in places]
-        numbers = f"{row['agreement'][-1]:.2%}", f"{row['perplexity']:.4f}", f"{worst:.1e}"
-        table.add_row(row["policy"], *kl, slope, *numbers)
+        table.add_row(row["policy"], *kl, slope)
+    out.print(table)
+    table = _table("policy", "top-1", "perplexity", f"layer error {at[0]}", at[-1])
+    for row in found:
+        errors = [f"{max(layer[i] for layer in row['layers'].values()):.1e}" for i in (places[0], places[-1])]
+        table.add_row(row["policy"], f"{row['agreement'][-1]:.2%}", f"{row['perplexity']:.4f}", *errors)
     out.print(table)
     out.print(
-        "[dim]Means over half an octave around each length. Slope: of log KL over log length from "
-        f"{first['fit_from']:,} on. Top-1 and layer error (the worst layer's, against float64 on the same inputs): at "
-        "the end. Perplexity: of everything.[/]"
+        "[dim]Means over half an octave around each length; top-1: at the end; perplexity: of everything. Slope: of "
+        f"log KL over log length from {first['fit_from']:,} on. Layer error: the worst layer's output against the "
+        "float64 recurrence of the same inputs.[/]"
     )
     lines = rows.comparisons(found)
     if not lines:
         return
-    kinds = [kind for kind in ("rounded every token", "rounded every window") if any(kind in line for line in lines)]
-    table = Table("format", "KL of rounded reads, at the end", *(f"state {kind}" for kind in kinds))
+    known = [f"rounded every {what}{how}" for what in ("token", "window") for how in ("", ", sr")]
+    kinds = [kind for kind in known if any(kind in line for line in lines)]
+    table = _table("format", "KL, rounded reads", *(f"state {kind}" for kind in kinds))
     for line in lines:
         cells = (f"{line[kind]:.1f}×" if kind in line else "" for kind in kinds)
         table.add_row(line["format"], f"{line['read']:.1e}", *cells)
     out.print(table)
+
+
+def _table(first: str, *others: str) -> Table:
+    """A table whose cells are not cut; numbers to the right."""
+    return Table(Column(first, no_wrap=True), *(Column(name, justify="right") for name in others))

@@ -30,6 +30,9 @@ class Lane(Protocol):
         """Outputs [B, T, H, P] of the next T tokens."""
         ...
 
+    def check(self) -> None:
+        """Raise for what went wrong on the device, if it waits to be asked."""
+
 
 class Replayed:
     """A policy's texts in the library's own cache: ``step`` and ``commit`` of several tokens each, on its kernels.
@@ -54,6 +57,10 @@ class Replayed:
             out.append(step(self.cache[0], block.inputs(), self.rows).unflatten(0, (scan.batch, self.tokens)))
             self.cache.commit(self.rows, self.accepted)
         return torch.cat(out, 1)
+
+    def check(self) -> None:
+        """See ``Lane``."""
+        self.cache.check()
 
 
 def step_tokens(window: int) -> int:
@@ -82,6 +89,11 @@ class Layer:
             self._start(scan)
         self.out, self.truth = self._run(scan)
         return scan.finish(self.out)
+
+    def check(self) -> None:
+        """Raise for what went wrong on the device."""
+        for lane in self.lanes:
+            lane.check()
 
     def _start(self, scan: Scan) -> None:
         self.recurrence = scan.recurrence.title

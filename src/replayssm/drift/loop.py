@@ -65,6 +65,9 @@ class Loop:
             return walk(self, tokens)
         return walk_torch(self, tokens)
 
+    def check(self) -> None:
+        """Nothing waits to be raised."""
+
     def _lower(self, scan: Scan) -> Tokens:
         inputs = scan.inputs()
         if self.wide == torch.float64:

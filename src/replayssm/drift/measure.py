@@ -103,6 +103,8 @@ class Drift:
                 self._audit(place, layer, start)
             self._forget(cache)
             progress(stop)
+        for layer in layers.values():
+            layer.check()
 
     def _layer(self, cache: DynamicCache, place: int) -> Layer:
         """A layer of the cache whose recurrence is ours."""

@@ -16,8 +16,8 @@ COLOURS = {
     "int4": "tab:purple",
     "nvfp4": "tab:red",
 }
-LINES = {"exact": "-", "rounded every token": ":", "rounded every window": "--", "read rounded": "-"}
-MARKS = {"exact": "", "rounded every token": "^", "rounded every window": "s", "read rounded": "o"}
+LINES: dict[str, Any] = {"exact": "-", "rounded every token": ":", "rounded every window": "--", "read rounded": "-"}
+MARKS: dict[str, Any] = {"exact": "", "rounded every token": "^", "rounded every window": "s", "read rounded": "o"}
 LABELS = {
     "exact": "float32",
     "rounded every token": "recurrence, rounded every token",
@@ -34,7 +34,7 @@ def draw(rows: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = plt.subplots(len(models), 2, figsize=(11, 4.6 * len(models)), dpi=120, squeeze=False)
+    figure, panels = plt.subplots(len(models), 2, figsize=(11, 4.6 * len(models) + 0.5), dpi=120, squeeze=False)
     for (left, right), model in zip(panels, models, strict=True):
         shown = [row for row in rows if row["model"] == model and not is_reference(row)]
         for row in shown:
@@ -49,8 +49,8 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set_xlabel("tokens read")
             axes.grid(alpha=0.3)
-    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=4, fontsize=8)
-    figure.tight_layout(rect=(0, 0.22 / len(models), 1, 1))
+    figure.legend(handles=_legend(rows), loc="lower center", ncols=4, fontsize=8)
+    figure.tight_layout(rect=(0, 0.9 / (4.6 * len(models) + 0.5), 1, 1))
     figure.savefig(path)
     plt.close(figure)
 
@@ -66,9 +66,12 @@ def _style(row: Row) -> dict[str, Any]:
 def _legend(rows: list[Row]) -> list[Any]:
     from matplotlib.lines import Line2D
 
-    formats = {row["format"]: _style(row)["color"] for row in rows if row["kind"] != "exact"}
+    formats = {row["format"].removesuffix("sr"): _style(row)["color"] for row in rows if row["kind"] != "exact"}
     kinds = [kind for kind in LABELS if any(row["kind"] == kind and not is_reference(row) for row in rows)]
     shown = [Line2D([], [], color=colour, linewidth=4, label=name) for name, colour in formats.items()]
     for kind in kinds:
         shown.append(Line2D([], [], color="black", linestyle=LINES[kind], marker=MARKS[kind], label=LABELS[kind]))
+    if any(row["format"].endswith("sr") for row in rows):
+        label = "open mark: stochastic rounding"
+        shown.append(Line2D([], [], color="black", marker="s", markerfacecolor="white", linestyle="", label=label))
     return shown

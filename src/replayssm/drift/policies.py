@@ -57,8 +57,8 @@ REFERENCE = Policy(conventional=True, precision=Precision())
 
 DEFAULT = (
     "conventional,float32,"
-    "conventional+bf16,conventional+fp16sr,conventional+fp8,conventional+int8,conventional+nvfp4,"
-    "bf16,fp16sr,fp8,int8,nvfp4,"
+    "conventional+bf16,conventional+fp16sr,conventional+fp8,conventional+int8,conventional+nvfp4,conventional+nvfp4sr,"
+    "bf16,fp16sr,fp8,int8,nvfp4,nvfp4sr,"
     "float32+bf16,float32+fp8,float32+int8,float32+nvfp4"
 )
 

@@ -27,8 +27,8 @@ the model -> relative output error against float64). ``slope`` is that of log kl
 """
 
 KEYS = ("benchmark", "model", "policy", "kind", "positions", "kl", "agreement", "slope", "perplexity")
-OCTAVES = 7
-"""The slope is fitted over so many octaves before the end."""
+OCTAVES, FILLED = 7, 512
+"""The slope is fitted over so many octaves before the end, but not before states are full of what they remember."""
 
 
 def rows_of(drift: Drift, model: str) -> list[Row]:
@@ -39,7 +39,7 @@ def rows_of(drift: Drift, model: str) -> list[Row]:
     spread = (drift.kl_squares.per_bin() / count - kl.square()).clamp(min=0)
     errors = {i: (a.per_bin() / b.per_bin()).sqrt() for i, (a, b) in drift.errors.items()}
     whole = drift.nll.total() / (drift.tokens * n), drift.agreement.total() / (drift.tokens * n)
-    fit_from = drift.tokens >> OCTAVES
+    fit_from = max(FILLED, drift.tokens >> OCTAVES)
     common = where(drift) | {
         "benchmark": "drift",
         "model": model,
@@ -111,15 +111,19 @@ def fit(positions: list[int], values: list[float], start: int) -> tuple[float | 
 
 
 def comparisons(rows: list[Row]) -> list[Row]:
-    """For each model and format: the end's KL where the state is rounded, in units of that where only reads are."""
+    """For each model and format: the end's KL where the state is rounded, in units of that where only reads are.
+
+    A line's other keys are kinds, with ", sr" where rounding is stochastic.
+    """
     found = []
     for row in rows:
         if row["kind"] != "read rounded" or not row["kl"][-1]:
             continue
         line: Row = {"model": row["model"], "format": row["format"], "read": row["kl"][-1]}
         for other in rows:
-            if (other["model"], other["format"]) == (row["model"], row["format"]) and other is not row:
-                line[other["kind"]] = other["kl"][-1] / row["kl"][-1]
+            form, rounding = other["format"].removesuffix("sr"), ", sr" if other["format"].endswith("sr") else ""
+            if (other["model"], form) == (row["model"], row["format"]) and other is not row:
+                line[other["kind"] + rounding] = other["kl"][-1] / row["kl"][-1]
         found.append(line)
     return found
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replayssm.checks import ReplayError
 
-PIECE = 2048
+PIECE = 512
 """Tokens of a document that stay together."""
 
 
