@@ -18,9 +18,11 @@ class Shape:
         BT: tokens of a tile: 1 for plain decode (no tensor cores), else a power of two of at least 8.
         BE: entries that are taken at once, a power of two.
         BP, BK: rows and columns of a tile of the state, powers of two.
-        C: tiles of BK columns, a power of two: decode takes all columns at once.
-        share: heads with one key and one decay of it: H/G, or 1 where the decay is per channel. Decode takes their
-            keys' scores once.
+        C: tiles of BK columns, a power of two: decode and the fold take all columns at once.
+        KP: state_dim as decode has it, a power of two.
+        N: heads of a tile, in decode, a power of two: BP / N rows of each.
+        share: heads with one key and one decay of it: H/G, or 1 where the decay is per channel. Their keys' scores are
+            taken once.
         lanes: ``share`` rounded up to a power of two.
         stages: tiles of the state on their way at once, in decode.
         update: "add" or "delta".
@@ -43,6 +45,8 @@ class Shape:
     BP: int
     BK: int
     C: int
+    KP: int
+    N: int
     share: int
     lanes: int
     stages: int

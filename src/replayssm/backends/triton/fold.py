@@ -1,7 +1,7 @@
 """The fold: checkpoints advanced by their buffer entries, for all layers' rows of a work list in one launch.
 
-Everything is recomputed from the raw inputs and the checkpoint, a block of entries at a time with the state in
-registers, so the window may have any size. ``materialise`` is the same kernel with another destination.
+Everything is recomputed from the raw inputs and the checkpoint, with the state in registers, so the window may have any
+size. ``materialise`` is the same kernel with another destination.
 """
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
@@ -16,7 +16,7 @@ import triton.language as tl
 from replayssm.backends.triton.formats import element, load_state, scale_element, store_state, whole_columns
 from replayssm.backends.triton.gates import load_or
 from replayssm.backends.triton.quant import random_bits
-from replayssm.backends.triton.tile import between, pairs_by_channel, product, write
+from replayssm.backends.triton.tile import product
 
 
 @triton.jit
@@ -44,47 +44,51 @@ def state_of(table, layer, tensor: tl.constexpr, scales: tl.constexpr, slot, WOR
 
 
 @triton.jit
-def block_by_channel(past, k, first, last, columns, S: tl.constexpr):
-    """Keys of a block as probes of the state before it, decayed to its end, scores among them, and the total decay."""
-    if past is None:
-        return k, k, product(k, tl.trans(k), S), 0.0
-    else:
-        e = first + tl.arange(0, S.BE)
-        wide = (columns < S.K)[None, :]
-        at = e[:, None] * S.K + columns[None, :]
-        g = tl.load(past + at, mask=(e < last)[:, None] & wide, other=0.0)
-        later = tl.load(past + S.K + at, mask=(e + 1 < last)[:, None] & wide, other=0.0)
-        wide_k = k.to(tl.float32)
-        i = tl.arange(0, S.BE)
-        BE: tl.constexpr = S.BE
-        scores = pairs_by_channel(wide_k, g, i, i >= 0, BE, S)
-        after = tl.exp(tl.cumsum(later, 0, reverse=True))
-        return wide_k * tl.exp(tl.cumsum(g, 0)), wide_k * after, scores, tl.sum(g, 0)[None, :]
-
-
-@triton.jit
-def advance(s, key, value, weight, decay, channels, key_scale, first, length, p, columns, S: tl.constexpr):
-    """Advance a state s [BP, BK] by the entries first … min(first + BE, length) − 1."""
+def add_block(s, key, value, weight, decay, key_scale, first, length, p, columns, S: tl.constexpr):
+    """Advance a state s [BP, BK] by the entries first … first + BE − 1 where none reads it: one product."""
     e = first + tl.arange(0, S.BE)
     last = tl.minimum(first + S.BE, length)
     live = e < last
     wide = (columns < S.K)[None, :]
     k = tl.load(key + e[:, None] * S.K + columns[None, :], mask=live[:, None] & wide, other=0.0)
     v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
-    beta = tl.load(weight + e, mask=live, other=0.0)
-    scale = load_or(key_scale, e, live, 1.0)
+    factor = tl.load(weight + e, mask=live, other=0.0) * load_or(key_scale, e, live, 1.0)
     g = load_or(decay, e, live, 0.0)
     later = load_or(decay, e + 1, e + 1 < last, 0.0)
-    i = tl.arange(0, S.BE)
-    line = i[None, :] <= i[:, None]
-    probe, after, scores, total = block_by_channel(channels, k, first, last, columns, S)
-    seen = product(probe, tl.trans(s), S) * (tl.exp(tl.cumsum(g, 0)) * scale)[:, None]
-    among = scores * tl.exp(between(g, line, i >= 0, S)) * scale[:, None] * scale[None, :]
-    among = tl.where(i[None, :] < i[:, None], among, 0.0)
-    BE: tl.constexpr = S.BE
-    u = write(v.to(tl.float32), beta, seen, among, BE, S)
-    u *= (tl.exp(tl.cumsum(later, 0, reverse=True)) * scale)[:, None]
-    return s * tl.exp(total + tl.sum(g, 0)) + product(tl.trans(u), after, S)
+    u = v.to(tl.float32) * (factor * tl.exp(tl.cumsum(later, 0, reverse=True)))[:, None]
+    return s * tl.exp(tl.sum(g, 0)) + product(tl.trans(u), k, S)
+
+
+@triton.jit
+def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S: tl.constexpr):
+    """Advance a state, C parts [BP, BK], by entry e: the recurrence as it is written, in float32.
+
+    Two multiply-adds an element beside its decay. Blocks of entries on tensor cores need a triangular solve and three
+    bfloat16 terms of every element, and took as long at 32 entries, four times as long where a decay is per channel.
+    """
+    C: tl.constexpr = S.C
+    v = tl.load(value + e * S.P + p, mask=p < S.P, other=0.0).to(tl.float32)
+    weight_now = tl.load(weight + e)
+    fall = 1.0 if decay is None else tl.exp(tl.load(decay + e))
+    scale = 1.0 if key_scale is None else tl.load(key_scale + e)
+    seen = tl.full([S.BP, S.BK], 0.0, tl.float32)
+    decayed, keys = (), ()
+    for part in tl.static_range(C):
+        wide = columns[part] < S.K
+        k = tl.load(key + e * S.K + columns[part], mask=wide, other=0.0).to(tl.float32)[None, :]
+        s = parts[part] * fall
+        if channels is not None:
+            s *= tl.exp(tl.load(channels + e * S.K + columns[part], mask=wide, other=0.0))[None, :]
+        seen += s * k
+        decayed = decayed + (s,)
+        keys = keys + (k,)
+    if S.update == "delta":
+        v -= tl.sum(seen, 1) * scale
+    u = (weight_now * scale * v)[:, None]
+    after = ()
+    for part in tl.static_range(C):
+        after = after + (decayed[part] + u * keys[part],)
+    return after
 
 
 @triton.jit(do_not_specialize=["copies", "layers", "seed"])
@@ -114,12 +118,22 @@ def fold_kernel(
         target = tl.load(work + 2 * copies + row).to(tl.int64)
         counter = tl.load(work + 3 * copies + row)
         p = (item % tiles) * S.BP + tl.arange(0, S.BP)
-        columns = whole_columns(TYPES.order, S)
+        ORDER: tl.constexpr = TYPES.order
+        STATE: tl.constexpr = TYPES.state
+        TARGET: tl.constexpr = TYPES.target
+        COPY: tl.constexpr = TYPES.copy
+        C: tl.constexpr = S.C
+        columns = ()
+        for part in tl.static_range(C):
+            columns = columns + (whole_columns(ORDER, S) if C == 1 else part * S.BK + tl.arange(0, S.BK),)
         ACT: tl.constexpr = TYPES.act
         first_row = head * S.P + (item % tiles) * S.BP
         inside = p < S.P
-        state, scale, head_scale = state_of(table, layer, 0, 10, slot, TYPES.state, TYPES)
-        s = load_state(state, scale, head_scale, head, first_row, inside, columns, TYPES.state, S)
+        state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
+        parts = ()
+        for part in tl.static_range(C):
+            found = load_state(state, scale, head_scale, head, first_row, inside, columns[part], STATE, S)
+            parts = parts + (found,)
         key = tensor_of(table, layer, 1, slot, ACT, TYPES) + group * S.W * S.K
         value = tensor_of(table, layer, 2, slot, ACT, TYPES) + head * S.W * S.P
         weight = tensor_of(table, layer, 3, slot, tl.float32, TYPES) + head * S.W
@@ -135,15 +149,24 @@ def fold_kernel(
             key_scale = tensor_of(table, layer, 6, slot, tl.float32, TYPES) + group * S.W
         else:
             key_scale = None
-        for first in tl.range(0, length, S.BE, num_stages=S.stages):
-            s = advance(s, key, value, weight, decay, channels, key_scale, first, length, p, columns, S)
-        # Keys that are not finite make NaN of columns that do not exist.
-        s = tl.where(inside[:, None] & (columns < S.K)[None, :], s, 0.0)
-        bits = None
-        if TYPES.stochastic:
-            bits = random_bits(seed, layer, counter, (head * S.P + p)[:, None] * S.K + columns[None, :])
-        state, scale, head_scale = state_of(table, layer, 8, 10, target, TYPES.target, TYPES)
-        new = store_state(state, scale, head_scale, s, bits, head, first_row, inside, columns, TYPES.target, S)
-        if TYPES.copy is not None:
-            state, scale, head_scale = state_of(table, layer, 9, 12, target, TYPES.copy, TYPES)
-            store_state(state, scale, head_scale, new, None, head, first_row, inside, columns, TYPES.copy, S)
+        if S.update == "add" and not TYPES.channels:
+            tl.static_assert(C == 1, "one product takes all columns")
+            s = parts[0]
+            for first in tl.range(0, length, S.BE, num_stages=S.stages):
+                s = add_block(s, key, value, weight, decay, key_scale, first, length, p, columns[0], S)
+            parts = (s,)
+        else:
+            for e in tl.range(0, length, num_stages=1):
+                parts = walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S)
+        goal, goal_scale, goal_head = state_of(table, layer, 8, 10, target, TARGET, TYPES)
+        for part in tl.static_range(C):
+            at = columns[part]
+            # Keys that are not finite make NaN of columns that do not exist.
+            s = tl.where(inside[:, None] & (at < S.K)[None, :], parts[part], 0.0)
+            bits = None
+            if TYPES.stochastic:
+                bits = random_bits(seed, layer, counter, (head * S.P + p)[:, None] * S.K + at[None, :])
+            new = store_state(goal, goal_scale, goal_head, s, bits, head, first_row, inside, at, TARGET, S)
+            if COPY is not None:
+                copy, copy_scale, copy_head = state_of(table, layer, 9, 12, target, COPY, TYPES)
+                store_state(copy, copy_scale, copy_head, new, None, head, first_row, inside, at, COPY, S)

@@ -232,6 +232,17 @@ def e2m1(codes, ARCH: tl.constexpr):
 
 
 @triton.jit
+def times(a, b, ARCH: tl.constexpr):
+    """a · b in float16, two at once; the compiler would take them one by one."""
+    if ARCH > 0:
+        return tl.inline_asm_elementwise(
+            "mul.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return a * b
+
+
+@triton.jit
 def levels(codes, WORD: tl.constexpr, ARCH: tl.constexpr):
     """Codes as numbers, a tuple of one tensor a plane. Plain formats as they are, others as float16."""
     if is_plain(WORD):
@@ -252,23 +263,34 @@ def levels(codes, WORD: tl.constexpr, ARCH: tl.constexpr):
 
 
 @triton.jit
-def load_levels(pointer, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
-    """Elements of BP rows, from row ``first`` on: a tuple of [BP, N], one a plane, for N ``columns`` of each plane."""
+def load_levels(pointer, rows, live, columns, WORD: tl.constexpr, S: tl.constexpr):
+    """Elements of the rows [BP] of a state: a tuple of [BP, N], one a plane, for N ``columns`` of each plane."""
     ROW: tl.constexpr = plane(WORD, S.K)
-    rows = pointer + first * ROW + tl.arange(0, S.BP)[:, None] * ROW
+    at = pointer + rows[:, None] * ROW
     inside = live[:, None] & (columns < ROW)[None, :]
-    return levels(tl.load(rows + columns[None, :], mask=inside, other=0), WORD, S.arch)
+    return levels(tl.load(at + columns[None, :], mask=inside, other=0), WORD, S.arch)
 
 
 @triton.jit
-def load_blocks(pointer, first, live, at, N: tl.constexpr, WORD: tl.constexpr, S: tl.constexpr):
-    """Block scales as float16, one for each of N elements, from ``at`` on in each plane: a tuple of two [BP, N]."""
+def load_blocks(pointer, rows, live, at, N: tl.constexpr, WORD: tl.constexpr, S: tl.constexpr):
+    """Block scales as float16, one for each of N elements, from ``at`` on in each plane: a tuple of two [BP, N].
+
+    Four at once as a word where they come so: loads of fewer than four bytes are waited for in a loop.
+    """
     ROW: tl.constexpr = plane(WORD, S.K) // 16
-    block = at // 16 + tl.arange(0, N // 16)[None, :]
-    rows = pointer + first * (2 * ROW) + tl.arange(0, S.BP)[:, None] * (2 * ROW)
+    BP: tl.constexpr = rows.shape[0]
+    base = pointer + rows[:, None] * (2 * ROW) + at // 16
     scales = ()
     for part in tl.static_range(2):
-        codes = tl.load(rows + part * ROW + block, mask=live[:, None] & (block < ROW), other=0)
+        if (N % 64 == 0) and (ROW % 4 == 0):
+            word = tl.arange(0, N // 64)[None, :]
+            there = live[:, None] & (at // 64 + word < ROW // 4)
+            four = tl.load((base + part * ROW).to(tl.pointer_type(tl.int32)) + word, mask=there, other=0)
+            codes = (four[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.uint8)
+            codes = tl.reshape(codes, [BP, N // 16])
+        else:
+            block = tl.arange(0, N // 16)[None, :]
+            codes = tl.load(base + part * ROW + block, mask=live[:, None] & (at // 16 + block < ROW), other=0)
         scales = scales + (spread(e4m3(codes, S.arch), N),)
     return scales
 
@@ -281,8 +303,8 @@ def spread(blocks, N: tl.constexpr):
 
 
 @triton.jit
-def read_state(layer, strides, where, first, live, part, N: tl.constexpr, S: tl.constexpr):
-    """What a step reads of BP rows, from row ``first`` of the slot ``where`` on: a tuple of tiles [BP, N], one a plane.
+def read_state(layer, strides, where, rows, live, part, N: tl.constexpr, S: tl.constexpr):
+    """What a step reads of the rows [BP] of the state in the slot ``where``: a tuple of tiles [BP, N], one a plane.
 
     The tile of plane n has the columns from ``part * N`` on in it: with N = BK ``columns_of`` piece
     ``part + n * S.C // planes(S.read)``. Plain formats come as they are stored; others as float16, exactly, and a sum
@@ -290,23 +312,25 @@ def read_state(layer, strides, where, first, live, part, N: tl.constexpr, S: tl.
     """
     WORD: tl.constexpr = S.read
     columns = part * N + tl.arange(0, N)
-    found = load_levels(layer.state + where * strides.state, first, live, columns, WORD, S)
+    found = load_levels(layer.state + where * strides.state, rows, live, columns, WORD, S)
     if planes(WORD) == 1:
         return found
     else:
-        scales = load_blocks(layer.scale + where * strides.scale, first, live, part * N, N, WORD, S)
+        scales = load_blocks(layer.scale + where * strides.scale, rows, live, part * N, N, WORD, S)
         UNIT: tl.constexpr = block_unit(WORD, S.arch)
         return found[0] * (scales[0] * UNIT), found[1] * (scales[1] * UNIT)
 
 
 @triton.jit
-def row_scales(layer, strides, where, head, first, live, S: tl.constexpr):
-    """What the sums over the rows of ``read_state`` are multiplied by: float32 [BP] or [1]."""
+def row_scales(layer, strides, where, head, rows, live, S: tl.constexpr):
+    """What the sums over the rows [BP] of ``read_state`` are multiplied by: float32 [BP] or [1].
+
+    ``head`` is the rows' head, or that of each.
+    """
     if is_plain(S.read):
         return tl.full([1], 1.0, tl.float32)
     elif planes(S.read) == 1:
-        scales = layer.scale + where * strides.scale + first
-        return tl.load(scales + tl.arange(0, S.BP), mask=live, other=0.0)
+        return tl.load(layer.scale + where * strides.scale + rows, mask=live, other=0.0)
     else:
         scale = tl.load(layer.head_scale + where * strides.head_scale + head)
         return tl.full([1], tile_unit(S.read), tl.float32) * scale
@@ -324,18 +348,19 @@ def operand(tile, S: tl.constexpr):
 @triton.jit
 def load_state(state, scale, head_scale, head, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
     """A tile [BP, BK] of a state in float32, as ``Format.decode`` has it to the bit."""
+    rows = first + tl.arange(0, S.BP)
     if planes(WORD) == 2:
         N: tl.constexpr = S.BK // 2
-        found = load_levels(state, first, live, tl.arange(0, N), WORD, S)
-        blocks = load_blocks(scale, first, live, 0, N, WORD, S)
+        found = load_levels(state, rows, live, tl.arange(0, N), WORD, S)
+        blocks = load_blocks(scale, rows, live, 0, N, WORD, S)
         UNIT: tl.constexpr = e2m1_unit(S.arch) if WORD == "nvfp4" else 1.0
         whole = tl.load(head_scale + head)
         low = found[0].to(tl.float32) * UNIT * (blocks[0].to(tl.float32) * whole)
         return joined((low, found[1].to(tl.float32) * UNIT * (blocks[1].to(tl.float32) * whole)), WORD)
     else:
-        found = load_levels(state, first, live, columns, WORD, S)[0].to(tl.float32)
+        found = load_levels(state, rows, live, columns, WORD, S)[0].to(tl.float32)
         if not is_plain(WORD):
-            found *= tl.load(scale + first + tl.arange(0, S.BP), mask=live, other=0.0)[:, None]
+            found *= tl.load(scale + rows, mask=live, other=0.0)[:, None]
         return found
 
 

@@ -87,9 +87,11 @@ class Tile:
     Attributes:
         p, k: rows and columns of a tile of the state.
         warps: a program.
-        programs: a multiprocessor: the size of the fold's fixed grid, and the least that a step's work is cut into.
+        programs: a multiprocessor: the size of the fold's fixed grid, what decode expects to run side by side, and the
+            least that a verify step's work is cut into.
         registers: most registers a thread; 0: the compiler's choice.
-        stages: tiles of the state that a step has on their way at once.
+        stages: tiles of the state that a step has on their way at once; 1: straight to registers.
+        heads: of a tile in decode, of which each has p / heads rows of it; fewer where fewer share a key.
     """
 
     p: int
@@ -98,6 +100,7 @@ class Tile:
     programs: int = 16
     registers: int = 0
     stages: int = 2
+    heads: int = 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -151,6 +154,11 @@ def read_table(path: Path) -> dict[str, list[int]]:
     raise ReplayError(f'{path}: expected {{"tiles": {{key: 3…{most} integers}}}}, as `replayssm tune` writes it')
 
 
+def walks(layout: Layout) -> bool:
+    """Whether a fold takes one entry after another, each of which reads the state, instead of one product."""
+    return layout.recurrence.update == "delta" or layout.recurrence.decay == "channel"
+
+
 def least_tile(kernel: str, layout: Layout) -> tuple[int, int]:
     """Rows and columns that a tile must have: (1, 1) where any power of two of at least 16 does.
 
@@ -163,21 +171,21 @@ def least_tile(kernel: str, layout: Layout) -> tuple[int, int]:
     four = [form.name for form in (kept if fold else kept[1:]) if formats.planes(form.name) == 2]
     if (fold and four) or (not fold and "written_scale" in layout.tensors):
         rows = max(16, triton.next_power_of_2(layout.head_dim))
-    if fold or layout.max_draft > 1:
+    plain = all(formats.is_plain(form.name) for form in kept)
+    if not (plain and walks(layout)) if fold else layout.max_draft > 1:
         columns = max(16, triton.next_power_of_2(layout.state_dim))
         if four:
             columns = 2 * triton.next_power_of_2(formats.plane(four[0], layout.state_dim))
-    return rows, columns
+    return int(rows), int(columns)
 
 
 def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     """The measured tile of this GPU and layout, else a heuristic.
 
-    Heuristic: 32 KiB of float32 state a tile, cut so that its rows divide head_dim where that leaves 16 or more. Decode
-    takes columns in parts of 32 (one reduction at the end), a warp for 16 rows, and at most 128 registers a thread so
-    that four programs fit a multiprocessor; products take all columns and four warps (eight where a decay per channel
-    needs the registers). Eight and four bits an element: decode takes all columns of a plane at once, so that a thread
-    keeps few probes, and 32 rows. Formats that need a whole head at once have more warps.
+    Heuristic, from sweeps on an H200. Decode takes columns in parts of 32, a warp for 16 rows, one warp a program where
+    the written values make sums over entries expensive; eight and four bits an element: 64 columns of a plane, so that
+    a thread keeps few probes. A fold that walks keeps 64 floats a thread, four programs a multiprocessor. Products take
+    all columns and four warps. Formats that need a whole head at once have more warps.
     """
     if device.type == "cuda":
         found = tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout))
@@ -189,18 +197,25 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     while rows > 16 and layout.head_dim % rows:
         rows //= 2
     more = max(1, least_rows // rows)
-    if kernel == "fold" and layout.recurrence.decay == "channel":
-        return Tile(rows * more, columns, min(16, 8 * more), programs=1)
     if kernel == "fold":
-        return Tile(rows * more, columns, min(16, 4 * more), programs=2)
+        if walks(layout):
+            width = max(least_tile("fold", layout)[1], min(32, columns))
+            return Tile(rows * more, width, min(16, max(1, rows * more * columns // 2048)), programs=4, registers=128)
+        rows = max(16, rows // 2)
+        return Tile(max(rows, least_rows), columns, min(16, max(1, max(rows, least_rows) // 8)), programs=4)
     if layout.max_draft > 1:
         return Tile(rows * more, columns, min(16, 4 * more), stages=3)
     read = layout.precision.read_format or layout.precision.checkpoint_format
-    if formats.is_plain(read.name):
-        return Tile(rows * more, min(columns, 32), min(16, max(1, rows * more // 16)), registers=128)
-    width = max(16, min(128, triton.next_power_of_2(formats.plane(read.name, layout.state_dim))))
-    rows = max(least_rows, min(rows, 32))
-    return Tile(rows, width, min(16, max(1, rows // 8)), registers=128)
+    if not formats.is_plain(read.name):
+        width = max(16, min(64, triton.next_power_of_2(formats.plane(read.name, layout.state_dim))))
+        rows = max(least_rows, min(rows, 32))
+        return Tile(rows, width, min(16, max(1, rows // 8)), programs=4, registers=128)
+    width = min(32, columns)
+    if least_rows > 1:
+        return Tile(least_rows, width, max(1, least_rows // 16), programs=2, registers=128, stages=1)
+    if layout.recurrence.update == "add" and layout.recurrence.decay != "channel":
+        return Tile(64, width, 4, programs=5, registers=96, stages=1, heads=4)
+    return Tile(16, width, 1, registers=128)
 
 
 @dataclass(frozen=True)
@@ -304,11 +319,16 @@ class Kernels:
             raw.low,
             raw.high,
         )
-        tiles = layout.heads * triton.cdiv(layout.head_dim, tile.p)
-        most = tiles // layout.heads * shape.share
-        each = chunk(most, amount * tiles, _processors(self.device) * tile.programs)
-        grid = (amount * layout.heads // shape.share * triton.cdiv(most, each),)
-        kernel = decode_kernel if layout.max_draft == 1 else step_kernel
+        programs = _processors(self.device) * tile.programs
+        if layout.max_draft == 1:
+            kernel, sets = decode_kernel, amount * layout.heads // shape.N
+            most = triton.cdiv(layout.head_dim * shape.N, tile.p)
+            each = balanced(most, sets, programs)
+        else:
+            kernel, sets = step_kernel, amount * layout.heads // shape.share
+            most = triton.cdiv(layout.head_dim, tile.p) * shape.share
+            each = chunk(most, sets * most, programs)
+        grid = (sets * triton.cdiv(most, each),)
         kernel[grid](*arguments, each, S=shape, **tile.options)
         return out
 
@@ -460,7 +480,8 @@ class Kernels:
 
     def _launch_fold(self, table: Tensor, work: Tensor, amount: Tensor, copies: int, layers: int, types: Types) -> None:
         layout, tile = self.cache.layout, self.tile("fold")
-        shape = replace(self._shape(tile), BE=16)
+        parts = max(1, triton.next_power_of_2(layout.state_dim) // tile.k)
+        shape = replace(self._shape(tile), BE=16 if layout.window <= 16 else 32, C=parts)
         pieces = copies * layers * layout.heads * triton.cdiv(layout.head_dim, tile.p)
         grid = (min(pieces, _processors(self.device) * tile.programs),)
         fold_kernel[grid](
@@ -542,9 +563,25 @@ def chunk(most: int, tiles: int, programs: int) -> int:
     return each
 
 
+def balanced(most: int, sets: int, programs: int) -> int:
+    """Blocks that one program of decode takes: of ``most`` a set has, cut so that ``programs`` at a time end together.
+
+    A program costs its blocks and about one and a half of them for what it computes first.
+    """
+
+    def cost(each: int) -> float:
+        return -(-sets * -(-most // each) // programs) * (each + 1.5)
+
+    return min(range(most, 0, -1), key=cost)
+
+
 def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, tokens: int, arch: int = 0) -> Shape:
     """The compile-time record of a launch. BE: the whole window for the step, blocks of 16 for the fold."""
     share = 1 if layout.recurrence.decay == "channel" else layout.heads // layout.groups
+    heads = 1
+    while share % (2 * heads) == 0 and 2 * heads <= tile.heads:
+        heads *= 2
+    columns = triton.next_power_of_2(layout.state_dim)
     read = (layout.precision.read_format or layout.precision.checkpoint_format).name
     return Shape(
         layout.heads,
@@ -558,6 +595,8 @@ def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, to
         BP=tile.p,
         BK=tile.k,
         C=formats.planes(read) * triton.next_power_of_2(triton.cdiv(formats.plane(read, layout.state_dim), tile.k)),
+        KP=columns,
+        N=heads,
         share=share,
         lanes=triton.next_power_of_2(share),
         stages=tile.stages,
@@ -610,6 +649,10 @@ def _layer_args(tensors: dict[str, Tensor], layout: Layout, index: int) -> tuple
                 f"views[{index}][{name!r}]: each slot must be contiguous on {tensor.device}, got strides "
                 f"{tensor.stride()}"
             )
+        # Block scales are loaded four at once where a row has a multiple of eight.
+        words = name.endswith("_scale") and tensor.itemsize == 1 and tensor.shape[-1] % 8 == 0
+        if words and (tensor.data_ptr() % 4 or tensor.stride(0) % 4):
+            raise ReplayError(f"views[{index}][{name!r}]: slots must start at multiples of 4 bytes on {tensor.device}")
     found: dict[str, Tensor | None] = {name: _bytes(tensor) for name, tensor in tensors.items()}
     read = "checkpoint" if layout.precision.read_copy is None else "read_copy"
     for name, suffix in (("state", ""), ("scale", "_scale"), ("head_scale", "_head_scale")):

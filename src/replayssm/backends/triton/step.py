@@ -67,7 +67,7 @@ def clear(out, first, last, head, p, S: tl.constexpr):
     """Zero the outputs of tokens that nobody computes."""
     for token in range(first, last):
         at = out + (((p * 0).to(tl.int64) + token) * S.H + head) * S.P + p
-        tl.store(at, tl.full([S.BP], 0.0, tl.float32).to(out.dtype.element_ty), mask=p < S.P)
+        tl.store(at, (p * 0.0).to(out.dtype.element_ty), mask=p < S.P)
 
 
 @triton.jit
@@ -168,9 +168,10 @@ def step_kernel(
     shared = (pid // chunks) % (S.H // S.share) * S.share
     chunk = pid % chunks
     group = shared // (S.H // S.G)
-    columns = whole_columns(S.read, S)
+    READ: tl.constexpr = S.read
+    WIDTH: tl.constexpr = S.BK // planes(READ)
+    columns = whole_columns(READ, S)
     wide = (columns < S.K)[None, :]
-    WIDTH: tl.constexpr = S.BK // planes(S.read)
 
     slot, start, count, length, code = admit(batch, row, slots, bound, W, T)
     i = tl.arange(0, M)
@@ -219,10 +220,9 @@ def step_kernel(
         tile = item % tiles
         p = tile * S.BP + tl.arange(0, S.BP)
         inside = p < S.P
-        first = head * S.P + tile * S.BP
-        found = read_state(layer, strides, where, first, inside & live, 0, WIDTH, S)
-        s = operand(joined(found, S.read), S)
-        by_row = row_scales(layer, strides, where, head, first, inside & live, S)
+        found = read_state(layer, strides, where, head * S.P + p, inside & live, 0, WIDTH, S)
+        s = operand(joined(found, READ), S)
+        by_row = row_scales(layer, strides, where, head, head * S.P + p, inside & live, S)
         entries = head * S.W
         value = layer.value + where * strides.value + entries * S.P
         weight = layer.weight + where * strides.weight + entries
