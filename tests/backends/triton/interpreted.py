@@ -5,24 +5,14 @@ Run by ``test_interpreter`` in a process of its own, because the interpreter is 
 
 from __future__ import annotations
 
+import interpreting  # noqa: F401
 import pytest
 import torch
-import triton.runtime.interpreter as interpreter
 
 from replayssm import Precision, ReplayCache, ReplayError, Rows, precision, step
 from support.makers import generator, layout_of, random_inputs, random_state
 from support.model import Model, conv_layout
 
-# Loop bounds that are tensors need this with numpy 2.4 and later, which does not turn [n] into n.
-_patch = interpreter._patch_lang_tensor
-
-
-def _patched(tensor: object, scope: object) -> None:
-    _patch(tensor, scope)
-    tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
-
-
-interpreter._patch_lang_tensor = _patched
 SMALL = {"heads": 2, "groups": 1, "head_dim": 16, "state_dim": 16}
 
 

@@ -318,7 +318,7 @@ def read_state(layer, strides, where, rows, live, part, N: tl.constexpr, S: tl.c
     else:
         scales = load_blocks(layer.scale + where * strides.scale, rows, live, part * N, N, WORD, S)
         UNIT: tl.constexpr = block_unit(WORD, S.arch)
-        return found[0] * (scales[0] * UNIT), found[1] * (scales[1] * UNIT)
+        return times(found[0], scales[0] * UNIT, S.arch), times(found[1], scales[1] * UNIT, S.arch)
 
 
 @triton.jit

@@ -1,0 +1,153 @@
+"""Checks of the device's state formats against ``replayssm.formats``, for the interpreter and for a GPU alike."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm import Layout, Precision, ReplayCache, Rows, precision, step
+from replayssm.backends.triton.formats import load_state, store_state, whole_columns
+from replayssm.backends.triton.launch import Tile, _capability, least_tile, make_shape
+from replayssm.formats import BUFFERS, FORMATS
+from replayssm.rounding import random_bits
+from support.makers import generator, layout_of, put, random_inputs, random_state
+from support.poison import same
+
+NAMES = [name for name in FORMATS if name != "fp64"]
+PRESETS = [
+    "float32", "bf16", "fp16", "fp16sr", "bf16sr", "fp8", "fp8sr", "fp8_e5m2sr", "int8", "int8sr", "int4", "int4sr",
+    "nvfp4", "nvfp4sr", "float32+bf16", "float32+fp16", "float32+fp8", "float32+fp8_e5m2", "float32+int8",
+    "float32+int4", "float32+nvfp4", "fp16sr+nvfp4", "fp16sr+fp8", "nvfp4+int8", "int8+nvfp4",
+]  # fmt: skip
+HEADS, ROWS = 2, 16
+
+
+@triton.jit
+def _round_trip(x, random, state, scale, head_scale, back, WORD: tl.constexpr, S: tl.constexpr):
+    """Store a head, and load it again."""
+    head = tl.program_id(0)
+    p = tl.arange(0, S.BP)
+    columns = whole_columns(WORD, S)
+    inside = (p < S.P)[:, None] & (columns < S.K)[None, :]
+    index = (head * S.P + p)[:, None] * S.K + columns[None, :]
+    numbers = tl.load(x + index, mask=inside, other=0.0)
+    bits = None
+    if random is not None:
+        bits = tl.load(random + index, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    held = store_state(state, scale, head_scale, numbers, bits, head, head * S.P, p < S.P, columns, WORD, S)
+    tl.store(back + index, held, mask=inside)
+    tl.debug_barrier()
+    again = load_state(state, scale, head_scale, head, head * S.P, p < S.P, columns, WORD, S)
+    tl.store(back + S.H * S.P * S.K + index, again, mask=inside)
+
+
+def states(state_dim: int) -> Iterator[Tensor]:
+    """States [H, P, K] with all that a state may hold."""
+    source = generator(state_dim)
+    normal = torch.randn(HEADS, ROWS, state_dim, generator=source)
+    yield normal
+    yield normal * torch.exp(6 * torch.randn(normal.shape, generator=source))
+    yield torch.zeros_like(normal)
+    yield -torch.zeros_like(normal)
+    for size in (torch.finfo(torch.float32).max, 1e30, 1e-20, 2.0**-100, 2.0**-104, 1e-38, 1e-45):
+        yield (normal.clamp(-3, 3) / 3) * size
+    bad = normal.clone()
+    bad[0, 1, 2], bad[1, 3, -1], bad[1, 5, 0] = float("nan"), float("inf"), -float("inf")
+    yield bad
+    holes = normal.clone()
+    holes[0, 2, :16], holes[1, :, -16:], holes[0, 3] = 0, 0, 0
+    holes[1, 0, 0] = 2.0**22  # blocks whose scale is below the smallest e4m3 number beside one at the top
+    yield holes
+    ties = torch.arange(normal.numel()).remainder(15).sub(7).float().view_as(normal) / 2
+    yield ties
+
+
+def check_round_trip(name: str, state_dim: int, stochastic: bool, device: str) -> None:
+    """Tensors and decoded numbers of a format, to the bit."""
+    if stochastic and name == "fp32":
+        pytest.skip("float32 is not rounded")
+    form = FORMATS[name]
+    policy = Precision(name, rounding="stochastic" if stochastic else "nearest")
+    layout = layout_of("mamba2", torch.float32, heads=HEADS, head_dim=ROWS, state_dim=state_dim, precision=policy)
+    rows, columns = least_tile("fold", layout)
+    whole = 2 * triton.next_power_of_2(-(-state_dim // 32) * 16)
+    tile = Tile(max(rows, ROWS), max(columns, whole), 4)
+    arch = _capability(torch.device(device))
+    shape = make_shape(layout, tile, "linear", False, False, tokens=1, arch=arch)
+    for number, state in enumerate(states(state_dim)):
+        bits = None
+        if stochastic:
+            bits = random_bits(3, number, torch.ones(1), state.numel()).view(state.shape)
+        wanted = form.encode(state, bits)
+        got = {
+            suffix: torch.zeros((HEADS, *spec[1:]) if spec[1:] else (HEADS,), dtype=dtype, device=device)
+            for suffix, (spec, dtype) in form.specs(HEADS, ROWS, state_dim).items()
+        }
+        raw = [got.get(suffix) for suffix in ("", "_scale", "_head_scale")]
+        raw = [t.view(torch.uint8) if t is not None and t.itemsize == 1 else t for t in raw]
+        random = None if bits is None else bits.to(torch.int32).to(device)
+        back = torch.zeros((2, *state.shape), device=device)
+        _round_trip[(HEADS,)](state.to(device), random, *raw, back, WORD=name, S=shape)
+        for suffix, part in wanted.items():
+            assert same(got[suffix].cpu(), part), (number, suffix)
+        decoded = form.decode(wanted, state_dim, torch.float32)
+        for part in back.cpu():
+            assert same(torch.nan_to_num(part, 7.0), torch.nan_to_num(decoded, 7.0)), number
+            assert same(part.isnan(), decoded.isnan())
+
+
+def small(name: str, policy: Precision, **sizes: int) -> Layout:
+    numbers = {"heads": 2, "groups": 1, "head_dim": 20, "state_dim": 40, "window": 4, "max_draft": 1} | sizes
+    return layout_of(name, torch.float32, precision=policy, **numbers)
+
+
+def check_walk(name: str, policy: Precision, caches: tuple[ReplayCache, ReplayCache], steps: int = 5) -> None:
+    """Steps, commits and folds on a device beside the host; what a fold stores, to the bit; and the copy (I6)."""
+    device = caches[0]
+    layout, source = device.layout, generator(1)
+    state = random_state(layout, 3, source)
+    for cache in caches:
+        cache.load(0, [0, 1, 2], state.to(cache.device), phase=[0, 1, 0])
+    draft = layout.max_draft
+    for number in range(steps):
+        inputs = random_inputs(name, layout, 3 * draft, source, decay=0.05)
+        outs = []
+        for cache in caches:
+            rows = Rows.draft([2, 0, -1], [draft] * 3)
+            outs.append(step(cache[0], put(inputs, cache.device), rows).cpu())
+            cache.commit(rows, [draft, max(1, draft - 1), 0])
+        device.check()
+        assert (outs[0] - outs[1]).norm() < 2e-3 * outs[1].norm(), number
+    got, want = (cache.materialise(0, [0, 1, 2]).cpu() for cache in caches)
+    assert (got - want).norm() < 1e-2 * want.norm()
+    slots = []
+    while not slots:
+        rows = Rows.draft([2, 0], [1, 1])
+        step(device[0], put(random_inputs(name, layout, 2, source), device.device), rows)
+        device.commit(rows, [1, 1])
+        slots = [slot for slot in (0, 2) if int(device.length[slot])]
+    before = device.materialise(0, slots)
+    device.fold(slots)
+    counter = device.folds[slots]
+    views = device.views()[0]
+    for part, stored in precision.write(before, policy, device.seed, 0, counter).items():
+        assert same(views[part][slots], stored), part
+    device.fork([2], [1])
+    device.import_([0], device.export([2]))
+    one, other = device.materialise(0, [0, 1])
+    assert torch.equal(one, other)
+    device.reset([1])
+    assert not device.materialise(0, [1]).any()
+
+
+def written(buffer: str) -> Precision:
+    assert buffer in BUFFERS
+    return replace(Precision.preset("float32+fp8"), buffer=buffer)
