@@ -182,6 +182,7 @@ def test_orthogonalise_brings_singular_values_near_one():
 def test_weights_start_as_configured(architecture: str, millions: float):
     model = train.build(json.loads(train.ARCHITECTURES[architecture].read_text()))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * millions, rel=1e-3)
+    assert model.get_input_embeddings().padding_idx is None  # or the separator, token 0, would learn nothing
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             step = torch.nn.functional.softplus(parameter)
