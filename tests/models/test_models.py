@@ -48,6 +48,7 @@ def shelf(tmp_path, monkeypatch):
     (held / "two.txt").write_text("third", encoding="utf-8")
     (held / "index.json").write_text(json.dumps([{"name": n, "file": f"{n}.txt"} for n in ("one", "two")]))
     monkeypatch.setattr(models, "_HERE", tmp_path)
+    monkeypatch.setattr(models, "_CHECKOUT", tmp_path / "nowhere")
     monkeypatch.setattr(models, "_HELDOUT", held)
     return tmp_path
 
@@ -65,6 +66,19 @@ def test_errors_say_what_there_is(shelf):
         models.resolve("meta/llama")
     with pytest.raises(ReplayError, match=r"heldout: holds no model \(no config.json\)"):
         models.resolve(shelf / "heldout")
+
+
+def test_a_checkout_has_the_models_of_the_repository(shelf, monkeypatch):
+    with pytest.raises(ReplayError, match=r"'docs_kda' is not in the installed package.* models/docs_kda; .* tiny_gdn"):
+        models.resolve("Docs-KDA")
+    checkout = shelf / "checkout"
+    (checkout / "models").mkdir(parents=True)
+    (shelf / "tiny_gdn").rename(checkout / "models" / "docs_kda")
+    monkeypatch.setattr(models, "_CHECKOUT", checkout)
+    assert models.names() == ()  # a folder named so beside an installed package means nothing
+    (checkout / "pyproject.toml").touch()
+    assert models.names() == ("docs_kda",)
+    assert models.path("docs-kda") == checkout / "models" / "docs_kda"
 
 
 def test_load_opens_no_connection(shelf, monkeypatch):

@@ -1,4 +1,6 @@
-"""The small models that ship with the library, and how they and others on disk are loaded.
+"""The small models of the library, and how they and others on disk are loaded.
+
+One is in the package; the others, for size, only in the repository, where a checkout finds them by name as well.
 
 Nothing here opens a connection: a name that is neither shipped nor a folder is an error, never a download.
 """
@@ -17,30 +19,41 @@ from replayssm.checks import ReplayError
 DEFAULT = "docs_gdn"
 """The model that commands use when none is named."""
 
+REPOSITORY = ("docs_kda", "docs_mamba2")
+"""The models that an installed package leaves out: the folder ``models/`` of the repository has them."""
+
 _HERE = Path(__file__).parent
+_CHECKOUT = _HERE.parents[2]
 _HELDOUT = _HERE / "heldout"
 # Between the documents of a held-out file (training/prepare.py writes it).
 _SEPARATOR = "\n<|endoftext|>\n"
 
 
 def names() -> tuple[str, ...]:
-    """Names of the shipped models."""
-    return tuple(sorted(f.parent.name for f in _HERE.glob("*/config.json")))
+    """Names of the models at hand: those in the package and, in a checkout, those of the repository."""
+    return tuple(sorted(_folders()))
 
 
 def path(name: str) -> Path:
-    """The Hugging Face folder of a shipped model.
+    """The Hugging Face folder of a model by its name.
 
     Raises:
-        ReplayError: no such model; the message says which there are.
+        ReplayError: no such model, or one that this installation leaves out; the message says which there are.
     """
-    found = names()
+    found = _folders()
     key = name.lower().replace("-", "_")
     if key in found:
-        return _HERE / key
+        return found[key]
+    if key in REPOSITORY:
+        raise ReplayError(
+            f"model {key!r} is not in the installed package, which leaves it out for its size: check out the "
+            f"repository and give the path of its folder models/{key}; here there is {', '.join(sorted(found))}"
+        )
     close = get_close_matches(key, found, n=1, cutoff=0.5)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ReplayError(f"no model {name!r}{hint}: expected a folder with a config.json, or one of {', '.join(found)}")
+    raise ReplayError(
+        f"no model {name!r}{hint}: expected a folder with a config.json, or one of {', '.join(sorted(found))}"
+    )
 
 
 def resolve(name_or_path: str | Path) -> Path:
@@ -106,6 +119,14 @@ def heldout_sources() -> dict[str, Path]:
     """Name -> file of each source of held-out text, as the index lists them (with version and licence)."""
     index = json.loads((_HELDOUT / "index.json").read_text(encoding="utf-8"))
     return {entry["name"]: _HELDOUT / entry["file"] for entry in index}
+
+
+def _folders() -> dict[str, Path]:
+    """Name -> folder of each model at hand."""
+    shelves = [_HERE]
+    if (_CHECKOUT / "pyproject.toml").is_file():
+        shelves.append(_CHECKOUT / "models")
+    return {file.parent.name: file.parent for shelf in shelves for file in shelf.glob("*/config.json")}
 
 
 def _first_line(error: Exception) -> str:
