@@ -1,5 +1,7 @@
 """The multi-token-prediction head: drafts are those of a naive computation, and never change a text."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from engine_tiny import Oracle, boxed, engine, lengthy, prompts, solo, texts, tiny
@@ -8,6 +10,7 @@ from transformers import DynamicCache
 from replayssm import ReplayError
 from replayssm.engine import Draft, MtpDrafter, MtpHead, Params
 from replayssm.engine import mtp as module
+from support.interpreter import run_interpreted
 
 NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
@@ -255,3 +258,10 @@ def test_what_is_no_head_is_named(tmp_path):
     for other in ("mamba2", "llama"):
         with pytest.raises(ReplayError, match="multi-token prediction needs a model with full-attention layers"):
             MtpHead(tiny(other)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("select", ["chain", "tree"])
+def test_the_way_of_a_gpu_on_the_cpu(select):
+    pytest.importorskip("triton")
+    run_interpreted(Path(__file__).with_name("interpreted_mtp.py"), select=select)

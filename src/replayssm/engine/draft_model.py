@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from replayssm import Precision, ReplayError, checks
@@ -30,6 +31,7 @@ class DraftModel(Growing):
         precision: Precision | None = None,
         chunk: int = 128,
         cost: float = 0.4,
+        graphs: bool = True,
     ) -> None:
         """Wrap a model; the engine binds it.
 
@@ -41,10 +43,11 @@ class DraftModel(Growing):
             precision: as the engine's.
             chunk: prompt tokens of a sequence in one forward.
             cost: see ``Drafter``; for a model of a fifth of the size.
+            graphs: as the engine's.
         """
         super().__init__(branches, cost)
         self.model, self.chunk = model, checks.integer("chunk", chunk, 1)
-        self._window, self._precision = window, precision
+        self._window, self._precision, self._graphs = window, precision, graphs
         self._slots: dict[Hashable, int] = {}
         self._free: list[int] = []
         self._runner: Runner | None = None
@@ -64,7 +67,7 @@ class DraftModel(Growing):
         if ours != theirs:
             raise ReplayError(f"drafter: the draft model has {ours} tokens, the engine's model {theirs}")
         settings = settings_of(self._window, max_draft, self._precision)
-        self._runner = Runner(self.model, slots, None, max_length, settings)
+        self._runner = Runner(self.model, slots, None, max_length, settings, self._graphs)
         self._free, self._slots = list(range(slots))[::-1], {}
 
     def close(self) -> None:
@@ -79,14 +82,15 @@ class DraftModel(Growing):
         if slot is not None:
             self._free.append(slot)
 
-    def _read(self, asks: Sequence[Ask]) -> list[Tensor | None]:
+    def _read(self, asks: Sequence[Ask]) -> tuple[list[int], Tensor]:
         """See ``Growing._read``."""
         runner = self.runner
         for ask in asks:
             if ask.key not in self._slots:
                 self._slots[ask.key] = self._free.pop()
                 runner.reset(self._slots[ask.key])
-        ends: list[Tensor | None] = [None] * len(asks)
+        ended: list[int] = []
+        lines: list[Tensor] = []
         while True:
             rows, whose = [], []
             for i, ask in enumerate(asks):
@@ -96,12 +100,10 @@ class DraftModel(Growing):
                     rows.append(Row(slot, part[: self.chunk], wanted=int(len(part) <= self.chunk)))
                     whose.append(i)
             if not rows:
-                return ends
-            logits = runner.forward(rows)
+                return ended, torch.cat(lines) if lines else torch.empty(0)
+            lines.append(runner.forward(rows))
             runner.commit([row.count for row in rows])
-            done = [i for i, row in zip(whose, rows, strict=True) if row.wanted]
-            for i, line in zip(done, logits, strict=True):
-                ends[i] = line[None]
+            ended += [i for i, row in zip(whose, rows, strict=True) if row.wanted]
 
     def _step(self, asks: Sequence[Ask], drafts: Sequence[Draft], wanted: Sequence[int]) -> Tensor:
         """See ``Growing._step``."""

@@ -35,23 +35,30 @@ class Growing:
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See ``Drafter.propose``."""
-        drafts, ends = [Draft() for _ in asks], self._read(asks)
-        going = {i: 1 for i, end in enumerate(ends) if end is not None}  # ask -> tokens of its last level
+        drafts = [Draft() for _ in asks]
+        going, logits = self._read(asks)
+        # The nodes of each draft whose logits these are; −1 is the text.
+        ends = {i: [-1] for i in going}
         level = 0
-        while going:
-            if level:
-                logits = self._step([asks[i] for i in going], [drafts[i] for i in going], list(going.values()))
-                split = dict(zip(going, logits.split(list(going.values())), strict=True))
-            else:
-                split = {i: end for i, end in enumerate(ends) if end is not None}
+        while ends:
             number = self.branches[min(level, len(self.branches) - 1)]
-            grown = {i: _grow(asks[i], drafts[i], going[i] if level else 0, split[i], number) for i in going}
+            points = [_below(asks[i].point, drafts[i].path(node)) for i, nodes in ends.items() for node in nodes]
+            found = iter(branches(logits, points, number))
+            grown = {
+                i: _grow(drafts[i], nodes, [next(found) for _ in nodes], asks[i].limit) for i, nodes in ends.items()
+            }
             level += 1
-            going = {i: n for i, n in grown.items() if n and level < asks[i].depth and drafts[i].size < asks[i].limit}
+            ends = {i: n for i, n in grown.items() if n and level < asks[i].depth and drafts[i].size < asks[i].limit}
+            if ends:
+                logits = self._step([asks[i] for i in ends], [drafts[i] for i in ends], [len(n) for n in ends.values()])
         return drafts
 
-    def _read(self, asks: Sequence[Ask]) -> list[Tensor | None]:
-        """Compute what became certain of each sequence; logits [1, vocabulary] at its end, None if nothing did."""
+    def _read(self, asks: Sequence[Ask]) -> tuple[list[int], Tensor]:
+        """Compute what became certain of each sequence.
+
+        Returns:
+            Numbers of the asks for which something did, and logits [n, vocabulary] at their ends.
+        """
         raise NotImplementedError
 
     def _step(self, asks: Sequence[Ask], drafts: Sequence[Draft], wanted: Sequence[int]) -> Tensor:
@@ -59,17 +66,14 @@ class Growing:
         raise NotImplementedError
 
 
-def _grow(ask: Ask, draft: Draft, last: int, logits: Tensor, number: int) -> int:
-    """Add a level below the ``last`` tokens of the draft (0: below the text); how many tokens it has."""
+def _grow(draft: Draft, nodes: list[int], choices: list[list[int]], limit: int) -> list[int]:
+    """Add a level below these nodes, the likeliest choice of each first; the new nodes."""
     size = draft.size
-    nodes = list(range(size - last, size)) if last else [-1]
-    found = branches(logits, [_below(ask.point, draft.path(node)) for node in nodes], number)
-    for rank in range(number):
-        for node, tokens in zip(nodes, found, strict=True):
-            room = draft.size < ask.limit
-            if room and draft.child(node, tokens[rank]) is None:
+    for rank in range(len(choices[0])):
+        for node, tokens in zip(nodes, choices, strict=True):
+            if draft.size < limit and draft.child(node, tokens[rank]) is None:
                 draft.add(node, tokens[rank])
-    return draft.size - size
+    return list(range(size, draft.size))
 
 
 def _below(point: Point, path: list[int]) -> Point:

@@ -169,7 +169,7 @@ class Loop:
                 paths.append(path)
                 told.append((each.sample, text, [each.places[node] for node in path]))
                 self._measure(each.sample, each.draft, len(path) - 1)
-        hidden = [self.runner.hidden_of(r)[path] for r, path in enumerate(paths)] if self._observer else []
+        hidden = self.runner.hidden(paths) if self._observer is not None else []
         trees = any(each.row.parents is not None for each in work)
         self.runner.commit([len(path) for path in paths], paths if trees else None)
         for each, path in zip(work, paths, strict=True):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from replayssm import ReplayError, Rows
+from replayssm import ReplayError
 
-from .attention import KeyValues, Span
-from .binding import packed
 from .drafters import Ask, Seen
 from .grow import Growing
 from .mtp_head import MtpHead
-from .packed import PackedCache, Plan
+from .packed import Row
+from .runner import Runner, settings_of
 from .tree import Draft
 
 # Hidden states of a sequence that wait for their next tokens, or for the next draft; more are read at once.
@@ -31,36 +32,63 @@ class _Text:
         start: position of the first hidden state that was seen. What is before it the head does not know.
         read: pairs of a hidden state and the next token whose keys are in the slot.
         waiting: hidden states [n, hidden_size] that follow.
-        said: the head's own: after the text [1, hidden_size], and after each token of the draft.
+        said: the head's own [1, hidden_size]: after the text, and after each token of the draft.
     """
 
     slot: int
     start: int
     read: int = 0
     waiting: list[Tensor] = field(default_factory=list)
-    said: Tensor | None = None
+    said: list[Tensor] = field(default_factory=list)
+
+    @property
+    def ready(self) -> int:
+        """Hidden states that wait."""
+        return sum(len(part) for part in self.waiting)
 
     @property
     def seen(self) -> int:
         """Position after the last hidden state."""
-        return self.start + self.read + sum(len(part) for part in self.waiting)
+        return self.start + self.read + self.ready
 
 
-@dataclass(frozen=True)
-class _Feed:
-    """What a sequence brings to a forward of the head.
+class _Base(nn.Module):
+    """The head as a runner's model without output layer.
 
     Attributes:
-        span: where its keys go.
-        first: position of its first hidden state.
-        tokens: after the hidden states.
-        hidden: [n, hidden_size].
+        inputs: [N or more, hidden_size], the hidden states before the tokens of the next forward.
     """
 
-    span: Span
-    first: int
-    tokens: Sequence[int]
-    hidden: Tensor
+    def __init__(self, head: MtpHead, inputs: Tensor) -> None:
+        super().__init__()
+        self.head, self.inputs = head, inputs
+
+    def forward(self, ids: Tensor, positions: Tensor, cache: Any) -> SimpleNamespace:
+        """What the head says, [1, N, hidden_size]."""
+        hidden = self.inputs[None, : ids.shape[1]]
+        return SimpleNamespace(last_hidden_state=self.head(ids, hidden, positions, cache))
+
+
+class _Stage(nn.Module):
+    """The head as a runner's model."""
+
+    def __init__(self, base: _Base) -> None:
+        super().__init__()
+        self.base_model = base
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any,
+        use_cache: bool = True,
+        logits_to_keep: Tensor | None = None,
+    ) -> SimpleNamespace:
+        """Logits [1, N or kept, vocabulary]."""
+        hidden = self.base_model(input_ids, position_ids, past_key_values).last_hidden_state
+        return SimpleNamespace(
+            logits=self.base_model.head.output(hidden if logits_to_keep is None else hidden[:, logits_to_keep])
+        )
 
 
 class MtpDrafter(Growing):
@@ -70,40 +98,48 @@ class MtpDrafter(Growing):
     that is reused, a return from preemption), the head knows what it has seen since.
     """
 
-    def __init__(self, head: MtpHead, branches: Sequence[int] = (1,), *, cost: float = 0.3) -> None:
+    def __init__(
+        self, head: MtpHead, branches: Sequence[int] = (1,), *, cost: float = 0.3, graphs: bool = True
+    ) -> None:
         """Draft with a head; the engine of its model binds it.
 
         Args:
             head: of the engine's model, see ``MtpHead.load``.
             branches: how many tokens to try after the text, after each of these, and so on; the last number goes on.
             cost: see ``Drafter``.
+            graphs: as the engine's.
         """
         super().__init__(branches, cost)
-        self.head = head
-        self._keys: KeyValues | None = None
+        self.head, self._graphs = head, graphs
+        self._runner: Runner | None = None
         self._texts: dict[Hashable, _Text] = {}
         self._free: list[int] = []
 
     @property
     def bytes(self) -> int:
         """Of the keys and values of all slots."""
-        return 0 if self._keys is None else self._keys.bytes
+        return 0 if self._runner is None else self._runner.bytes
 
     def bind(self, model: nn.Module, slots: int, max_length: int, max_draft: int) -> None:
         """See ``Drafter.bind``."""
-        if self._keys is not None:
+        if self._runner is not None:
             raise ReplayError("drafter: another engine has this head; close that first")
         if model is not self.head.model:
             raise ReplayError("drafter: the head belongs to another model than the engine's")
-        weight = next(self.head.parameters())
-        shapes = {self.head.index: self.head.key_shape}
-        self._keys = KeyValues(shapes, frozenset(), slots, max_length, weight.dtype, weight.device)
-        self._rows = Rows.draft(torch.empty(0, dtype=torch.int32, device=weight.device), [])
+        weight = self.head.fc.weight
+        # At one address: a graph that is captured reads it there.
+        self._inputs = weight.new_zeros((slots * max_draft, weight.shape[0]))
+        self._base = _Base(self.head, self._inputs)
+        settings = settings_of(max_draft, max_draft, None)
+        self._runner = Runner(_Stage(self._base).eval(), slots, None, max_length, settings, self._graphs)
+        self._runner.watch()
         self._free, self._texts = list(range(slots))[::-1], {}
 
     def close(self) -> None:
         """See ``Drafter.close``."""
-        self._keys = None
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
         self._texts.clear()
 
     def forget(self, key: Hashable) -> None:
@@ -120,79 +156,82 @@ class MtpDrafter(Growing):
                 self.forget(each.key)
                 text = self._texts[each.key] = _Text(self._free.pop(), each.start)
             text.waiting.append(each.hidden)
-        long = {each.key: each.tokens for each in seen if sum(map(len, self._texts[each.key].waiting)) > WAITING}
-        self._take(long)
+        self._take({each.key: each.tokens for each in seen if self._texts[each.key].ready > WAITING})
         for each in seen:
             for heir in each.heirs:
                 self._copy(self._texts[each.key], heir)
 
     def _copy(self, text: _Text, heir: Hashable) -> None:
-        assert self._keys is not None
+        assert self._runner is not None
         self.forget(heir)
         slot = self._free.pop()
-        self._keys.copy(text.slot, slot, text.read)
-        self._texts[heir] = _Text(slot, text.start, text.read, list(text.waiting))
+        self._runner.lengths[text.slot] = text.read
+        self._runner.fork(text.slot, slot)
+        self._texts[heir] = replace(text, slot=slot, waiting=list(text.waiting), said=[])
 
-    def _read(self, asks: Sequence[Ask]) -> list[Tensor | None]:
+    def _read(self, asks: Sequence[Ask]) -> tuple[list[int], Tensor]:
         """See ``Growing._read``."""
         # Without the hidden state before the last token there is nothing to go on from.
-        known = {ask.key: ask.tokens for ask in asks if self._has_all(ask)}
-        self._take(known)
-        said = [self._texts[ask.key].said if ask.key in known else None for ask in asks]
-        lines = iter(self.head.output(torch.cat(ends)) if (ends := [s for s in said if s is not None]) else ())
-        return [None if s is None else next(lines)[None] for s in said]
+        known = [i for i, ask in enumerate(asks) if self._has_all(ask)]
+        logits = self._take({asks[i].key: asks[i].tokens for i in known})
+        return known, torch.cat([logits[asks[i].key] for i in known]) if known else torch.empty(0)
 
     def _has_all(self, ask: Ask) -> bool:
         text = self._texts.get(ask.key)
-        return text is not None and bool(text.waiting) and text.seen == len(ask.tokens) - 1
+        return text is not None and text.ready > 0 and text.seen == len(ask.tokens) - 1
 
-    def _take(self, texts: dict[Hashable, Sequence[int]]) -> None:
-        """Put the waiting pairs of sequences, whose tokens these are, into their slots."""
-        feeds, whose, at = [], [], 0
+    def _take(self, texts: dict[Hashable, Sequence[int]]) -> dict[Hashable, Tensor]:
+        """Put the waiting pairs of sequences with these tokens into their slots; logits [1, vocabulary] after each."""
+        assert self._runner is not None
+        found: dict[Hashable, Tensor] = {}
+        rows: dict[Hashable, Row] = {}
+        hidden: dict[Hashable, Tensor] = {}
         for key, tokens in texts.items():
             text = self._texts[key]
-            hidden, first = torch.cat(text.waiting), text.start + text.read
-            after = tokens[first + 1 : first + 1 + len(hidden)]
-            text.waiting = [hidden[len(after) :]] if len(after) < len(hidden) else []
-            if after:
-                feeds.append(_Feed(Span(text.slot, at, at + len(after), text.read), first, after, hidden[: len(after)]))
-                whose.append(text)
-                at += len(after)
-        if feeds:
-            said = self._forward(feeds)
-            for text, feed in zip(whose, feeds, strict=True):
-                text.read += feed.span.count
-                text.said = said[feed.span.stop - 1 : feed.span.stop]
+            whole = text.waiting[0] if len(text.waiting) == 1 else torch.cat(text.waiting)
+            first = text.start + text.read + 1
+            after = tokens[first : first + len(whole)]
+            rows[key], hidden[key] = Row(text.slot, after), whole[: len(after)]
+            text.waiting = [whole[len(after) :]] if len(after) < len(whole) else []
+            self._runner.lengths[text.slot] = text.read
+        most = self._runner.max_draft
+        for keys in ([k for k in rows if rows[k].count <= most], [k for k in rows if rows[k].count > most]):
+            if keys:
+                logits, said = self._run([rows[key] for key in keys], [hidden[key] for key in keys])
+                for key, line, last in zip(keys, logits.split(1), said, strict=True):
+                    text = self._texts[key]
+                    text.read, text.said, found[key] = text.read + rows[key].count, [last], line
+        return found
 
     def _step(self, asks: Sequence[Ask], drafts: Sequence[Draft], wanted: Sequence[int]) -> Tensor:
         """See ``Growing._step``."""
-        feeds, at = [], 0
-        for ask, draft in zip(asks, drafts, strict=True):
-            text = self._texts[ask.key]
-            assert text.said is not None
+        assert self._runner is not None
+        rows, hidden, texts = [], [], [self._texts[ask.key] for ask in asks]
+        for text, draft, number in zip(texts, drafts, wanted, strict=True):
             # Of a chain, the slot still has the keys of the tokens before the last one.
             chain = draft.row_parents is None
             done = draft.size - 1 if chain else 0
-            span = Span(text.slot, at, at + draft.size - done, text.read + done, None if chain else draft.parents)
-            hidden = text.said[[parent + 1 for parent in draft.parents[done:]]]
-            feeds.append(_Feed(span, text.start + text.read + done, draft.tokens[done:], hidden))
-            at = span.stop
-        said, fresh = self._forward(feeds), []
-        for ask, feed, number in zip(asks, feeds, wanted, strict=True):
-            text, new = self._texts[ask.key], said[feed.span.stop - number : feed.span.stop]
-            assert text.said is not None
-            text.said = torch.cat([text.said, new])
-            fresh.append(new)
-        return self.head.output(torch.cat(fresh))
+            self._runner.lengths[text.slot] = text.read + done
+            rows.append(Row(text.slot, draft.tokens[done:], None if chain else draft.parents, number))
+            hidden += [text.said[parent + 1] for parent in draft.parents[done:]]
+        logits, said = self._run(rows, hidden)
+        for text, row, new in zip(texts, rows, said, strict=True):
+            text.said += new.split(1) if row.wanted > 1 else [new]
+        return logits
 
     @torch.no_grad()
-    def _forward(self, feeds: Iterable[_Feed]) -> Tensor:
-        """What the head says [N, hidden_size]."""
-        assert self._keys is not None
-        feeds, device = list(feeds), self._rows.slots.device
-        positions = [feed.first + depth for feed in feeds for depth in feed.span.depths()]
-        tokens = torch.tensor([[token for feed in feeds for token in feed.tokens]], device=device)
-        hidden = torch.cat([feed.hidden for feed in feeds])[None]
-        view = PackedCache(Plan((), [feed.span for feed in feeds], self._rows, device), {}, self._keys)
-        with packed([self.head.config], view):
-            return self.head(tokens, hidden, torch.tensor([positions], device=device), view)[0]
+    def _run(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Run rows that are all of up to ``max_draft`` tokens, or all longer.
+
+        Returns:
+            Logits [Σ wanted, vocabulary], and what the head says at each row's last ``wanted`` tokens [n, hidden_size].
+        """
+        assert self._runner is not None
+        inputs = torch.cat(list(hidden))
+        if rows[0].count <= self._runner.max_draft:
+            self._inputs[: len(inputs)] = inputs
+            self._base.inputs = self._inputs
+        else:
+            self._base.inputs = inputs
+        logits = self._runner.forward(rows)
+        return logits, self._runner.hidden([range(row.count - row.wanted, row.count) for row in rows])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -209,24 +209,26 @@ class Runner:
             self._tap.remove()
 
     def watch(self) -> None:
-        """From now on, keep what the output layer reads (``hidden_of``)."""
+        """From now on, keep what the output layer reads, for ``hidden``."""
 
         def keep(module: nn.Module, arguments: Any, output: Any) -> None:
             self._hidden = output.last_hidden_state[0]
 
         self._tap = self.model.base_model.register_forward_hook(keep)  # type: ignore[union-attr]
 
-    def hidden_of(self, row: int) -> Tensor:
-        """Last hidden states [T, hidden_size] of a row of the last forward; until its ``commit``."""
-        at = self._order.index(row)
-        if at < len(self._stepped):
-            assert self.stepper is not None
-            span, hidden = self._stepped[at], self.stepper.hidden
-        else:
-            assert self._plan is not None
-            span, hidden = self._plan.spans[at - len(self._stepped)], self._hidden
-        assert hidden is not None
-        return hidden[span.start : span.stop]
+    def hidden(self, paths: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Last hidden states [n, hidden_size] of some tokens of each row of the last forward, until its ``commit``."""
+        spans, parts = list(self._stepped), []
+        if self.stepper is not None and spans:
+            parts.append(self.stepper.hidden)
+        shift = len(parts[0]) if parts else 0
+        if self._plan is not None:
+            spans += [replace(span, start=span.start + shift) for span in self._plan.spans]
+            parts.append(self._hidden)
+        starts = dict(zip(self._order, (span.start for span in spans), strict=True))
+        index = [starts[r] + token for r, path in enumerate(paths) for token in path]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return list(whole[index].split([len(path) for path in paths]))
 
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """Run the rows' tokens through the model; ``commit`` says which of them stay.
