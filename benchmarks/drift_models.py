@@ -3,7 +3,8 @@
     python benchmarks/drift_models.py docs_gdn docs_mamba2 docs_kda --out benchmarks/results --seconds 240
 
 First some short runs, a few policies each and all at once, compile what the long ones need, since compiling takes
-longer than reading 131,072 tokens. A model that is not there is left out; what is not done in time is stopped.
+longer than reading 131,072 tokens. Policies whose short run fails are left out, and so is a model that is not there;
+what is not done in time is stopped.
 """
 
 from __future__ import annotations
@@ -79,14 +80,15 @@ def main() -> None:
             log = asked.out / f"warm-{Path(model).name}-{part}.log"
             options = [*common, "--tokens", str(min(WARM_TOKENS, asked.tokens))]
             short[f"{model} {part}"] = start(model, names[part::GROUPS], options, log), log
-    finish(short, time.time() + asked.seconds / 2)
+    fit = finish(short, time.time() + asked.seconds / 2)
     long = {}
     stamp = f"{asked.device}-{datetime.date.today().isoformat()}"
     for model in found:
         rows = asked.out / f"drift-{Path(model).name}-{stamp}.jsonl"
         log = rows.with_suffix(".log")
         options = [*common, "--tokens", str(asked.tokens), "--out", str(rows), "--plot", str(rows.with_suffix(".png"))]
-        long[str(rows)] = start(model, names, options, log), log
+        chosen = [name for i, name in enumerate(names) if f"{model} {i % GROUPS}" in fit]
+        long[str(rows)] = start(model, chosen, options, log), log
     rows = sorted(finish(long, deadline))
     for each in rows:
         print(Path(each).with_suffix(".log").read_text(errors="replace"), flush=True)
