@@ -144,7 +144,9 @@ class MtpHead(nn.Module):
         base = _text_model(self.model)
         embedded = self.pre_fc_norm_embedding(base.embed_tokens(tokens))
         x = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1))
-        rotary = base.rotary_emb(x, positions)
+        # Models that also take pictures have three positions a token; in text all three are the same.
+        places = positions.expand(3, -1, -1) if hasattr(base.rotary_emb, "mrope_section") else positions
+        rotary = base.rotary_emb(x, places)
         x = self.layers[0](x, position_embeddings=rotary, attention_mask=mask, **{self._cache_name: cache})
         return self.norm(x)
 
