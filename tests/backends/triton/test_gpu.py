@@ -290,7 +290,7 @@ def test_the_host_sees_shapes_at_once() -> None:
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
 def test_drift(name: str) -> None:
     """131,072 teacher-forced tokens: the error stays within 1.1 × that of the conventional float32 recurrence."""
-    benchmarks = pytest.importorskip("drift", reason="run with PYTHONPATH=src:benchmarks")
+    benchmarks = pytest.importorskip("layer_drift", reason="run with PYTHONPATH=src:benchmarks")
     found = benchmarks.drift(CORNERS[name], tokens=131072)
     assert found["error"] <= 1.1 * found["error_conventional"] + 1e-7, found
 
