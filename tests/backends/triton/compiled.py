@@ -18,7 +18,7 @@ from replayssm import Layout
 from replayssm.backends.triton.args import Batch, Layer, Shape, Tokens
 from replayssm.backends.triton.decode import decode_kernel
 from replayssm.backends.triton.fold import fold_kernel
-from replayssm.backends.triton.launch import COLUMNS, Tile, make_shape
+from replayssm.backends.triton.launch import COLUMNS, Tile, fold_shape, make_shape
 from replayssm.backends.triton.launch import _types as table_types
 from replayssm.backends.triton.step import step_kernel
 
@@ -93,8 +93,7 @@ def step_source(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, d
 
 def fold_source(layout: Layout, tile: Tile, dot: str, arch: int = 0) -> ASTSource:
     types = table_types(layout, torch.zeros(1, len(COLUMNS), 2, dtype=torch.int64))
-    shape = make_shape(layout, tile, "linear", False, False, tokens=1, arch=arch)
-    shape = replace(_with_dot(shape, dot), BE=16)
+    shape = _with_dot(fold_shape(layout, tile, arch), dot)
     signature = {
         "table": "*i64", "work": "*i32", "amount": "*i32", "copies": "i32", "layers": "i32", "seed": "i32",
         "S": "constexpr", "TYPES": "constexpr",
@@ -122,8 +121,11 @@ def _source(kernel: Any, signature: dict[str, Any], constants: dict[tuple[int, .
     return ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
 
 
-def compile_for(source: ASTSource, target: str, warps: int) -> Any:
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
+def compile_for(source: ASTSource, target: str, warps: int, registers: int = 0) -> Any:
+    options = {"num_warps": warps}
+    if registers and target.startswith("sm"):
+        options["maxnreg"] = registers
+    return triton.compile(source, target=TARGETS[target], options=options)
 
 
 def resources(compiled: Any, target: str) -> Resources:

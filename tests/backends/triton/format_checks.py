@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm import Layout, Precision, ReplayCache, Rows, precision, step
-from replayssm.backends.triton.formats import load_state, store_state, whole_columns
-from replayssm.backends.triton.launch import Tile, _capability, least_tile, make_shape
+from replayssm.backends.triton.formats import fold_columns, load_state, store_state
+from replayssm.backends.triton.launch import Tile, _capability, fold_shape
 from replayssm.formats import BUFFERS, FORMATS
-from replayssm.rounding import random_bits
+from replayssm.rounding import random_bits, seed_bits
 from support.makers import generator, layout_of, put, random_inputs, random_state
 from support.poison import same
 
@@ -27,26 +27,44 @@ PRESETS = [
     "nvfp4", "nvfp4sr", "float32+bf16", "float32+fp16", "float32+fp8", "float32+fp8_e5m2", "float32+int8",
     "float32+int4", "float32+nvfp4", "fp16sr+nvfp4", "fp16sr+fp8", "nvfp4+int8", "int8+nvfp4",
 ]  # fmt: skip
-HEADS, ROWS = 2, 16
+HEADS, ROWS = 2, 8
 
 
-@triton.jit
-def _round_trip(x, random, state, scale, head_scale, back, WORD: tl.constexpr, S: tl.constexpr):
+@triton.jit(do_not_specialize=["seed", "layer", "counter"])
+def _round_trip(
+    x,
+    seed,
+    layer,
+    counter,
+    state,
+    scale,
+    head_scale,
+    back,
+    WORD: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    S: tl.constexpr,
+):
     """Store a head, and load it again."""
     head = tl.program_id(0)
     p = tl.arange(0, S.BP)
-    columns = whole_columns(WORD, S)
-    inside = (p < S.P)[:, None] & (columns < S.K)[None, :]
-    index = (head * S.P + p)[:, None] * S.K + columns[None, :]
-    numbers = tl.load(x + index, mask=inside, other=0.0)
-    bits = None
-    if random is not None:
-        bits = tl.load(random + index, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    held = store_state(state, scale, head_scale, numbers, bits, head, head * S.P, p < S.P, columns, WORD, S)
-    tl.store(back + index, held, mask=inside)
+    rows = head * S.P + p
+    C: tl.constexpr = S.C
+    numbers = ()
+    for part in tl.static_range(C):
+        columns = fold_columns(part, S)
+        inside = (p < S.P)[:, None] & (columns < S.K)[None, :]
+        index = rows[:, None] * S.K + columns[None, :]
+        numbers = numbers + (tl.load(x + index, mask=inside, other=0.0),)  # noqa: RUF005
+    random = (seed, layer, counter) if STOCHASTIC else None
+    held = store_state(state, scale, head_scale, numbers, random, head, rows, p < S.P, WORD, S)
     tl.debug_barrier()
-    again = load_state(state, scale, head_scale, head, head * S.P, p < S.P, columns, WORD, S)
-    tl.store(back + S.H * S.P * S.K + index, again, mask=inside)
+    again = load_state(state, scale, head_scale, head, rows, p < S.P, WORD, S)
+    for part in tl.static_range(C):
+        columns = fold_columns(part, S)
+        inside = (p < S.P)[:, None] & (columns < S.K)[None, :]
+        index = rows[:, None] * S.K + columns[None, :]
+        tl.store(back + index, held[part], mask=inside)
+        tl.store(back + S.H * S.P * S.K + index, again[part], mask=inside)
 
 
 def states(state_dim: int) -> Iterator[Tensor]:
@@ -77,11 +95,7 @@ def check_round_trip(name: str, state_dim: int, stochastic: bool, device: str) -
     form = FORMATS[name]
     policy = Precision(name, rounding="stochastic" if stochastic else "nearest")
     layout = layout_of("mamba2", torch.float32, heads=HEADS, head_dim=ROWS, state_dim=state_dim, precision=policy)
-    rows, columns = least_tile("fold", layout)
-    whole = 2 * triton.next_power_of_2(-(-state_dim // 32) * 16)
-    tile = Tile(max(rows, ROWS), max(columns, whole), 4)
-    arch = _capability(torch.device(device))
-    shape = make_shape(layout, tile, "linear", False, False, tokens=1, arch=arch)
+    shape = fold_shape(layout, Tile(16, 32, 4), _capability(torch.device(device)))
     for number, state in enumerate(states(state_dim)):
         bits = None
         if stochastic:
@@ -93,9 +107,9 @@ def check_round_trip(name: str, state_dim: int, stochastic: bool, device: str) -
         }
         raw = [got.get(suffix) for suffix in ("", "_scale", "_head_scale")]
         raw = [t.view(torch.uint8) if t is not None and t.itemsize == 1 else t for t in raw]
-        random = None if bits is None else bits.to(torch.int32).to(device)
         back = torch.zeros((2, *state.shape), device=device)
-        _round_trip[(HEADS,)](state.to(device), random, *raw, back, WORD=name, S=shape)
+        key = seed_bits(3), number, 1
+        _round_trip[(HEADS,)](state.to(device), *key, *raw, back, WORD=name, STOCHASTIC=stochastic, S=shape)
         for suffix, part in wanted.items():
             assert same(got[suffix].cpu(), part), (number, suffix)
         decoded = form.decode(wanted, state_dim, torch.float32)

@@ -11,13 +11,15 @@ from replayssm import Precision, ReplayCache
 # numpy warns where a NaN or an infinity is meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FAMILIES = ["mamba2", "gdn", "kda"]
-SMALL = {"heads": 1, "window": 3}
+SMALL = {"heads": 1, "head_dim": 16, "window": 3}
+# One of each kind; a GPU runs the others as well.
+WALKS = [name for name in PRESETS if name not in ("float32", "bf16", "fp16", "int4sr", "fp8", "int8", "float32+fp16")]
 
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trip(name: str, stochastic: bool) -> None:
-    for state_dim in (72,) if stochastic else (64, 24, 72):
+    for state_dim in (64,) if stochastic else (72,):
         check_round_trip(name, state_dim, stochastic, "cpu")
 
 
@@ -31,9 +33,9 @@ def pair(
     return kernels, ReplayCache.allocate(layout, 1, 3, seed=9)
 
 
-@pytest.mark.parametrize("number", range(len(PRESETS)), ids=PRESETS)
+@pytest.mark.parametrize("number", range(len(WALKS)), ids=WALKS)
 def test_walk(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, policy = FAMILIES[number % 3], Precision.preset(PRESETS[number])
+    name, policy = FAMILIES[number % 3], Precision.preset(WALKS[number])
     check_walk(name, policy, pair(monkeypatch, name, policy, **SMALL), steps=2)
 
 

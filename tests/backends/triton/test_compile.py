@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import TARGETS, compile_for, fold_source, resources, step_source
+from compiled import ARCH, TARGETS, compile_for, fold_source, resources, step_source
 
-from replayssm import GDN, KDA, MAMBA2, Layout
+from replayssm import GDN, KDA, MAMBA2, Layout, Precision
 from replayssm.backends.triton.launch import Tile, choose_tile
 
 LAYOUTS = {
@@ -40,3 +40,56 @@ def test_compiles_within_budget(kernel: str, target: str) -> None:
         used = resources(compiled, target)
         assert used.registers <= 255
         assert used.spilled <= SPILLED
+
+
+FAMILIES = {"mamba2": (MAMBA2, 128, 8, 64, 128), "gdn": (GDN, 64, 16, 128, 128), "kda": (KDA, 64, 64, 128, 128)}
+# Bytes that may be spilled: by the end of a fold, which encodes, never by what runs once an entry.
+ENCODING = 320
+FORMATS = [
+    ("decode/gdn", "float32+fp8", "sm_90"),
+    ("decode/mamba2", "float32+nvfp4", "sm_90"),
+    ("decode/kda", "int8", "sm_90"),
+    ("decode/gdn", "float32+int4", "sm_90"),
+    ("decode/gdn", "fp8_e5m2", "sm_90"),
+    ("verify/gdn", "float32+fp8", "sm_90"),
+    ("verify/gdn", "float32+nvfp4", "sm_90"),
+    ("fold/gdn", "float32+nvfp4", "sm_90"),
+    ("fold/mamba2", "fp16sr+nvfp4", "sm_90"),
+    ("fold/kda", "fp16sr+fp8", "sm_90"),
+    ("fold/gdn", "nvfp4sr", "sm_90"),
+    ("decode/gdn", "float32+fp8", "sm_80"),
+    ("decode/gdn", "float32+nvfp4", "sm_80"),
+    ("fold/gdn", "float32+nvfp4", "sm_80"),
+    ("decode/gdn", "float32+nvfp4", "sm_100"),
+    ("fold/gdn", "float32+nvfp4", "sm_100"),
+    ("decode/gdn", "float32+fp8", "gfx942"),
+    ("decode/gdn", "float32+nvfp4", "gfx942"),
+    ("fold/gdn", "float32+nvfp4", "gfx942"),
+]
+# Instructions that convert where the GPU has them, and nowhere else.
+CONVERSIONS = {"fp8": ("cvt.rn.f16x2.e4m3x2", ("sm_90", "sm_100")), "nvfp4": ("cvt.rn.f16x2.e2m1x2", ("sm_100",))}
+
+
+@pytest.mark.parametrize(("kernel", "preset", "target"), FORMATS)
+def test_formats_compile_within_budget(kernel: str, preset: str, target: str) -> None:
+    """With the tile that the heuristic chooses."""
+    kind, name = kernel.split("/")
+    draft = 4 if kind == "verify" else 1
+    layout = Layout(*FAMILIES[name], window=32, max_draft=draft, precision=Precision.preset(preset))
+    tile = choose_tile("fold" if kind == "fold" else "step", layout, torch.device("cpu"))
+    if kind == "fold":
+        source = fold_source(layout, tile, "bf16", ARCH[target])
+    else:
+        gate = "mamba2" if name == "mamba2" else "softplus"
+        source = step_source(layout, tile, gate, name != "mamba2", False, "bf16", ARCH[target])
+    compiled = compile_for(source, target, tile.warps, tile.registers)
+    assert compiled.metadata.shared <= SHARED[target]
+    if not target.startswith("sm"):
+        return
+    used = resources(compiled, target)
+    assert used.registers <= 255
+    assert used.spilled <= (ENCODING if kind == "fold" else SPILLED)
+    read = preset.partition("+")[2] or preset
+    if kind == "decode" and read in CONVERSIONS:
+        instruction, targets = CONVERSIONS[read]
+        assert (instruction in compiled.asm["ptx"]) == (target in targets)

@@ -84,3 +84,23 @@ def test_a_row_does_not_depend_on_its_batch(name: str, preset: str) -> None:
         results.append((torch.stack(outs), cache.materialise(0, [slots[order.index(4)]])))
     assert same(results[0][0], results[1][0])
     assert same(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("copy", [name for name in NAMES if name != "fp32"])
+@pytest.mark.parametrize("checkpoint", ["float32", "fp16sr"])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda"])
+def test_a_copy_never_feeds_the_recurrence(name: str, checkpoint: str, copy: str) -> None:
+    """I6: the checkpoint of a run with a copy is that of the run without, bit for bit."""
+    sizes = {"heads": 4, "groups": 2, "head_dim": 128, "state_dim": 128, "window": 6, "max_draft": 1}
+    kept = []
+    for preset in (checkpoint, f"{checkpoint}+{copy}"):
+        layout, source = layout_of(name, torch.bfloat16, precision=Precision.preset(preset), **sizes), generator(2)
+        cache = ReplayCache.allocate(layout, 1, 2, DEVICE, seed=3)
+        cache.load(0, [0, 1], random_state(layout, 2, source).to(DEVICE))
+        rows = Rows.decode(torch.tensor([0, 1], dtype=torch.int32, device=DEVICE))
+        for _ in range(20):
+            step(cache[0], put(random_inputs(name, layout, 2, source), DEVICE), rows)
+            cache.commit(rows, torch.ones(2, dtype=torch.int32, device=DEVICE))
+        cache.check()
+        kept.append(cache.views()[0]["checkpoint"])
+    assert same(*kept)

@@ -128,7 +128,6 @@ class Types:
         state: format of the checkpoint that is read.
         target: of what is written: the checkpoint's, or "fp32" for ``materialise``.
         copy: of the read copy; None where there is none.
-        order: the format whose planes a tile's columns follow (``formats.whole_columns``).
         written: element type of the delta rule's values; None where there are none.
         decay, channels, key_scale, written_scale, written_low: whether the layout has these tensors.
         stochastic: how the target is rounded.
@@ -139,7 +138,6 @@ class Types:
     state: str
     target: str
     copy: str | None = None
-    order: str = "fp32"
     written: Any = None
     decay: bool = False
     channels: bool = False

@@ -13,9 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.formats import element, load_state, scale_element, store_state, whole_columns
+from replayssm.backends.triton.formats import element, fold_columns, load_state, scale_element, store_state
 from replayssm.backends.triton.gates import load_or
-from replayssm.backends.triton.quant import random_bits
 from replayssm.backends.triton.tile import product
 
 
@@ -44,19 +43,24 @@ def state_of(table, layer, tensor: tl.constexpr, scales: tl.constexpr, slot, WOR
 
 
 @triton.jit
-def add_block(s, key, value, weight, decay, key_scale, first, length, p, columns, S: tl.constexpr):
-    """Advance a state s [BP, BK] by the entries first … first + BE − 1 where none reads it: one product."""
+def add_block(parts, key, value, weight, decay, key_scale, first, length, p, columns, S: tl.constexpr):
+    """Advance a state, C parts [BP, BK], by the entries first … first + BE − 1 where none reads it: one product."""
     e = first + tl.arange(0, S.BE)
     last = tl.minimum(first + S.BE, length)
     live = e < last
-    wide = (columns < S.K)[None, :]
-    k = tl.load(key + e[:, None] * S.K + columns[None, :], mask=live[:, None] & wide, other=0.0)
     v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
     factor = tl.load(weight + e, mask=live, other=0.0) * load_or(key_scale, e, live, 1.0)
     g = load_or(decay, e, live, 0.0)
     later = load_or(decay, e + 1, e + 1 < last, 0.0)
     u = v.to(tl.float32) * (factor * tl.exp(tl.cumsum(later, 0, reverse=True)))[:, None]
-    return s * tl.exp(tl.sum(g, 0)) + product(tl.trans(u), k, S)
+    fall = tl.exp(tl.sum(g, 0))
+    C: tl.constexpr = S.C
+    after = ()
+    for part in tl.static_range(C):
+        inside = live[:, None] & (columns[part] < S.K)[None, :]
+        k = tl.load(key + e[:, None] * S.K + columns[part][None, :], mask=inside, other=0.0)
+        after = after + (parts[part] * fall + product(tl.trans(u), k, S),)
+    return after
 
 
 @triton.jit
@@ -118,22 +122,18 @@ def fold_kernel(
         target = tl.load(work + 2 * copies + row).to(tl.int64)
         counter = tl.load(work + 3 * copies + row)
         p = (item % tiles) * S.BP + tl.arange(0, S.BP)
-        ORDER: tl.constexpr = TYPES.order
         STATE: tl.constexpr = TYPES.state
         TARGET: tl.constexpr = TYPES.target
         COPY: tl.constexpr = TYPES.copy
+        ACT: tl.constexpr = TYPES.act
         C: tl.constexpr = S.C
         columns = ()
         for part in tl.static_range(C):
-            columns = columns + (whole_columns(ORDER, S) if C == 1 else part * S.BK + tl.arange(0, S.BK),)
-        ACT: tl.constexpr = TYPES.act
-        first_row = head * S.P + (item % tiles) * S.BP
+            columns = columns + (fold_columns(part, S),)
+        rows = head * S.P + p
         inside = p < S.P
         state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
-        parts = ()
-        for part in tl.static_range(C):
-            found = load_state(state, scale, head_scale, head, first_row, inside, columns[part], STATE, S)
-            parts = parts + (found,)
+        parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)
         key = tensor_of(table, layer, 1, slot, ACT, TYPES) + group * S.W * S.K
         value = tensor_of(table, layer, 2, slot, ACT, TYPES) + head * S.W * S.P
         weight = tensor_of(table, layer, 3, slot, tl.float32, TYPES) + head * S.W
@@ -150,23 +150,18 @@ def fold_kernel(
         else:
             key_scale = None
         if S.update == "add" and not TYPES.channels:
-            tl.static_assert(C == 1, "one product takes all columns")
-            s = parts[0]
             for first in tl.range(0, length, S.BE, num_stages=S.stages):
-                s = add_block(s, key, value, weight, decay, key_scale, first, length, p, columns[0], S)
-            parts = (s,)
+                parts = add_block(parts, key, value, weight, decay, key_scale, first, length, p, columns, S)
         else:
             for e in tl.range(0, length, num_stages=1):
                 parts = walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S)
-        goal, goal_scale, goal_head = state_of(table, layer, 8, 10, target, TARGET, TYPES)
+        new = ()
         for part in tl.static_range(C):
-            at = columns[part]
             # Keys that are not finite make NaN of columns that do not exist.
-            s = tl.where(inside[:, None] & (at < S.K)[None, :], parts[part], 0.0)
-            bits = None
-            if TYPES.stochastic:
-                bits = random_bits(seed, layer, counter, (head * S.P + p)[:, None] * S.K + at[None, :])
-            new = store_state(goal, goal_scale, goal_head, s, bits, head, first_row, inside, at, TARGET, S)
-            if COPY is not None:
-                copy, copy_scale, copy_head = state_of(table, layer, 9, 12, target, COPY, TYPES)
-                store_state(copy, copy_scale, copy_head, new, None, head, first_row, inside, at, COPY, S)
+            new = new + (tl.where(inside[:, None] & (columns[part] < S.K)[None, :], parts[part], 0.0),)
+        random = (seed, layer, counter) if TYPES.stochastic else None
+        state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
+        held = store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)
+        if COPY is not None:
+            state, scale, head_scale = state_of(table, layer, 9, 12, target, COPY, TYPES)
+            store_state(state, scale, head_scale, held, None, head, rows, inside, COPY, S)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.quant import below, round_stochastic
+from replayssm.backends.triton.quant import below, random_bits, round_stochastic
 
 
 @triton.constexpr_function
@@ -47,6 +47,22 @@ def columns_of(piece, S: tl.constexpr):
         return piece // EACH * HALF + at
     else:
         return tl.where(at < HALF, piece // EACH * HALF + at, S.K)
+
+
+@triton.jit
+def fold_columns(part, S: tl.constexpr):
+    """Columns [BK] of one of the C parts that a fold takes a row in; K where there is none.
+
+    They follow the planes of a four-bit row whatever the format, so that sums over a row do not depend on formats, and
+    the parts n and n + C/2 are packed together.
+    """
+    EACH: tl.constexpr = S.C // 2
+    HALF: tl.constexpr = plane("nvfp4", S.K)
+    at = part % EACH * S.BK + tl.arange(0, S.BK)
+    if HALF == EACH * S.BK:
+        return part // EACH * HALF + at
+    else:
+        return tl.where(at < HALF, part // EACH * HALF + at, S.K)
 
 
 @triton.jit
@@ -346,22 +362,31 @@ def operand(tile, S: tl.constexpr):
 
 
 @triton.jit
-def load_state(state, scale, head_scale, head, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
-    """A tile [BP, BK] of a state in float32, as ``Format.decode`` has it to the bit."""
-    rows = first + tl.arange(0, S.BP)
+def load_state(state, scale, head_scale, head, rows, live, WORD: tl.constexpr, S: tl.constexpr):
+    """The rows [BP] of a head in float32, as ``Format.decode`` has them to the bit: a tuple of C parts [BP, BK].
+
+    The columns of a part are ``fold_columns``.
+    """
+    C: tl.constexpr = S.C
+    BK: tl.constexpr = S.BK
+    parts = ()
     if planes(WORD) == 2:
-        N: tl.constexpr = S.BK // 2
-        found = load_levels(state, rows, live, tl.arange(0, N), WORD, S)
-        blocks = load_blocks(scale, rows, live, 0, N, WORD, S)
         UNIT: tl.constexpr = e2m1_unit(S.arch) if WORD == "nvfp4" else 1.0
         whole = tl.load(head_scale + head)
-        low = found[0].to(tl.float32) * UNIT * (blocks[0].to(tl.float32) * whole)
-        return joined((low, found[1].to(tl.float32) * UNIT * (blocks[1].to(tl.float32) * whole)), WORD)
+        behind = ()
+        for part in tl.static_range(C // 2):
+            found = load_levels(state, rows, live, part * BK + tl.arange(0, BK), WORD, S)
+            blocks = load_blocks(scale, rows, live, part * BK, BK, WORD, S)
+            parts = parts + (found[0].to(tl.float32) * UNIT * (blocks[0].to(tl.float32) * whole),)
+            behind = behind + (found[1].to(tl.float32) * UNIT * (blocks[1].to(tl.float32) * whole),)
+        return parts + behind
     else:
-        found = load_levels(state, rows, live, columns, WORD, S)[0].to(tl.float32)
-        if not is_plain(WORD):
-            found *= tl.load(scale + rows, mask=live, other=0.0)[:, None]
-        return found
+        for part in tl.static_range(C):
+            found = load_levels(state, rows, live, fold_columns(part, S), WORD, S)[0].to(tl.float32)
+            if not is_plain(WORD):
+                found *= tl.load(scale + rows, mask=live, other=0.0)[:, None]
+            parts = parts + (found,)
+        return parts
 
 
 # Storing -------------------------------------------------------------------------------------------------------------
@@ -471,64 +496,116 @@ def in_units(x, scale, TOP: tl.constexpr):
 
 
 @triton.jit
-def store_rows(state, scale, x, bits, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
-    """Encode and store a tile with a scale per row; return what it then holds, as float32."""
-    finite = tl.abs(x) < float("inf")
-    largest = tl.max(tl.where(finite, tl.abs(x), 0.0), 1)
-    scales = scale_of(largest, tl.min(finite.to(tl.int32), 1) > 0, top(WORD))
-    codes, numbers = rounded(in_units(x, scales[:, None], top(WORD)), bits, WORD)
-    rows = first + tl.arange(0, S.BP)
-    inside = live[:, None] & (columns < S.K)[None, :]
-    tl.store(state + rows[:, None] * S.K + columns[None, :], codes.to(tl.uint8), mask=inside)
-    tl.store(scale + rows, scales, mask=live)
-    return numbers * scales[:, None]
+def draw(random, rows, part, S: tl.constexpr):
+    """The bits that round a part; ``random`` is the seed, the layer and the number of the rounding."""
+    index = rows[:, None] * S.K + fold_columns(part, S)[None, :]
+    return random_bits(random[0], random[1], random[2], index)
 
 
 @triton.jit
-def store_blocks(state, scale, head_scale, x, bits, head, first, live, WORD: tl.constexpr, S: tl.constexpr):
-    """Encode and store all of a head with a scale per 16 elements; return what it then holds, as float32."""
-    TOP: tl.constexpr = top(WORD)
-    N: tl.constexpr = S.BK // 16
-    ROW: tl.constexpr = plane(WORD, S.K)
+def largest_of(x):
+    """The largest finite magnitude in each row of x, and whether all of it is finite."""
     finite = tl.abs(x) < float("inf")
-    size = tl.reshape(tl.where(finite, tl.abs(x), 0.0), [S.BP, N, 16])
-    largest = tl.max(size, 2)
-    whole = scale_of(tl.max(tl.max(largest, 1), 0), True, TOP * 448.0)
+    axis: tl.constexpr = len(x.shape) - 1
+    return tl.max(tl.where(finite, tl.abs(x), 0.0), axis), tl.min(finite.to(tl.int32), axis) > 0
+
+
+@triton.jit
+def store_rows(state, scale, parts, random, rows, live, WORD: tl.constexpr, S: tl.constexpr):
+    """Encode and store with a scale per row; return what it then holds, as float32."""
+    TOP: tl.constexpr = top(WORD)
+    C: tl.constexpr = S.C
+    largest, sound = largest_of(parts[0])
+    for part in tl.static_range(1, C):
+        size, finite = largest_of(parts[part])
+        largest, sound = tl.maximum(largest, size), sound & finite
+    scales = scale_of(largest, sound, TOP)
+    tl.store(scale + rows, scales, mask=live)
+    held = ()
+    for part in tl.static_range(C):
+        columns = fold_columns(part, S)
+        units = in_units(parts[part], scales[:, None], TOP)
+        codes, numbers = rounded(units, None if random is None else draw(random, rows, part, S), WORD)
+        inside = live[:, None] & (columns < S.K)[None, :]
+        tl.store(state + rows[:, None] * S.K + columns[None, :], codes.to(tl.uint8), mask=inside)
+        held = held + (numbers * scales[:, None],)
+    return held
+
+
+@triton.jit
+def encode_blocks(x, bits, whole, WORD: tl.constexpr):
+    """Codes of x [BP, BK], codes of its block scales [BP, BK/16] for the head scale ``whole``, and what they hold."""
+    TOP: tl.constexpr = top(WORD)
+    BP: tl.constexpr = x.shape[0]
+    BK: tl.constexpr = x.shape[1]
+    largest, sound = largest_of(tl.reshape(x, [BP, BK // 16, 16]))
     ratio = largest * (reciprocal(whole) * (1 / TOP))
     block = nearest_code(tl.minimum(ratio, 448.0), 7, 3)
     if bits is not None:
         # A scale that saturates its block would be a bias.
         block = tl.where(number(block, 7, 3) < ratio, tl.minimum(block + 1, 0x7E), block)
-    sound = tl.min(tl.reshape(finite.to(tl.int32), [S.BP, N, 16]), 2) > 0
-    scales = spread(tl.where(sound, number(block, 7, 3), float("nan")) * whole, S.BK)
+    scales = spread(tl.where(sound, number(block, 7, 3), float("nan")) * whole, BK)
     codes, numbers = rounded(in_units(x, scales, TOP), bits, WORD)
-    low, high = tl.split(tl.permute(tl.reshape(codes & 15, [S.BP, 2, S.BK // 2]), (0, 2, 1)))
-    rows = first + tl.arange(0, S.BP)
-    byte = tl.arange(0, S.BK // 2)
-    inside = live[:, None] & (byte < ROW)[None, :]
-    tl.store(state + rows[:, None] * ROW + byte[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
-    b = tl.arange(0, N)
-    at = b // (N // 2) * (ROW // 16) + b % (N // 2)
-    inside = live[:, None] & (b % (N // 2) < ROW // 16)[None, :]
-    block = tl.where(sound, block, 0x7F).to(tl.uint8)
-    tl.store(scale + rows[:, None] * (ROW // 8) + at[None, :], block, mask=inside)
-    tl.store(head_scale + head, whole)
-    return numbers * scales
+    return codes & 15, tl.where(sound, block, 0x7F).to(tl.uint8), numbers * scales
 
 
 @triton.jit
-def store_state(state, scale, head_scale, x, bits, head, first, live, columns, WORD: tl.constexpr, S: tl.constexpr):
-    """Store x [BP, BK] (float32, zero outside of the head), stochastically with ``bits``; return what it then holds."""
+def store_blocks(state, scale, head_scale, parts, random, head, rows, live, WORD: tl.constexpr, S: tl.constexpr):
+    """Encode and store all of a head with a scale per 16 elements; return what it then holds, as float32."""
+    C: tl.constexpr = S.C
+    BK: tl.constexpr = S.BK
+    EACH: tl.constexpr = S.C // 2
+    ROW: tl.constexpr = plane(WORD, S.K)
+    TOP: tl.constexpr = top(WORD) * 448.0
+    largest = tl.max(largest_of(parts[0])[0], 0)
+    for part in tl.static_range(1, C):
+        largest = tl.maximum(largest, tl.max(largest_of(parts[part])[0], 0))
+    whole = scale_of(largest, True, TOP)
+    tl.store(head_scale + head, whole)
+    held, behind = (), ()
+    for part in tl.static_range(EACH):
+        bits = None if random is None else draw(random, rows, part, S)
+        low, low_block, low_held = encode_blocks(parts[part], bits, whole, WORD)
+        bits = None if random is None else draw(random, rows, part + EACH, S)
+        high, high_block, high_held = encode_blocks(parts[part + EACH], bits, whole, WORD)
+        byte = part * BK + tl.arange(0, BK)
+        inside = live[:, None] & (byte < ROW)[None, :]
+        tl.store(state + rows[:, None] * ROW + byte[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
+        block = part * (BK // 16) + tl.arange(0, BK // 16)
+        inside = live[:, None] & (block < ROW // 16)[None, :]
+        at = scale + rows[:, None] * (ROW // 8) + block[None, :]
+        tl.store(at, low_block, mask=inside)
+        tl.store(at + ROW // 16, high_block, mask=inside)
+        held = held + (low_held,)
+        behind = behind + (high_held,)
+    return held + behind
+
+
+@triton.jit
+def store_state(state, scale, head_scale, parts, random, head, rows, live, WORD: tl.constexpr, S: tl.constexpr):
+    """Store what ``load_state`` loads, zero outside of the head; return what it then holds, in parts as well.
+
+    ``random`` is for stochastic rounding: see ``draw``; or None. Four-bit formats need all rows of the head.
+    """
+    C: tl.constexpr = S.C
     if planes(WORD) == 2:
-        return store_blocks(state, scale, head_scale, x, bits, head, first, live, WORD, S)
+        return store_blocks(state, scale, head_scale, parts, random, head, rows, live, WORD, S)
     elif not is_plain(WORD):
-        return store_rows(state, scale, x, bits, first, live, columns, WORD, S)
+        return store_rows(state, scale, parts, random, rows, live, WORD, S)
     else:
-        new = x.to(element(WORD)) if bits is None else round_stochastic(x, bits, element(WORD))
-        rows = first + tl.arange(0, S.BP)
-        inside = live[:, None] & (columns < S.K)[None, :]
-        tl.store(state + rows[:, None] * S.K + columns[None, :], new, mask=inside)
-        return new.to(tl.float32)
+        held = ()
+        for part in tl.static_range(C):
+            columns = fold_columns(part, S)
+            x = parts[part]
+            new = (
+                x.to(element(WORD))
+                if random is None
+                else round_stochastic(x, draw(random, rows, part, S), element(WORD))
+            )
+            inside = live[:, None] & (columns < S.K)[None, :]
+            tl.store(state + rows[:, None] * S.K + columns[None, :], new, mask=inside)
+            held = held + (new.to(tl.float32),)
+        return held
 
 
 # Written values ------------------------------------------------------------------------------------------------------

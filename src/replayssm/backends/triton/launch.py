@@ -85,7 +85,7 @@ class Tile:
     """Launch knobs of one kernel.
 
     Attributes:
-        p, k: rows and columns of a tile of the state.
+        p, k: rows and columns of a tile of the state. A fold that walks has parts of 32 columns whatever k is.
         warps: a program.
         programs: a multiprocessor: the size of the fold's fixed grid, what decode expects to run side by side, and the
             least that a verify step's work is cut into.
@@ -163,19 +163,18 @@ def least_tile(kernel: str, layout: Layout) -> tuple[int, int]:
     """Rows and columns that a tile must have: (1, 1) where any power of two of at least 16 does.
 
     The scale of a head's four-bit state comes from all of its elements, that of an entry of "fp16_scaled" from all of
-    head_dim; and kernels whose tiles have all columns take both planes of a four-bit row.
+    head_dim; a verify step's tiles have all columns, both planes of a four-bit row.
     """
     policy, rows, columns = layout.precision, 1, 1
     fold = kernel == "fold"
-    kept = [policy.checkpoint_format, policy.read_format or policy.checkpoint_format]
-    four = [form.name for form in (kept if fold else kept[1:]) if formats.planes(form.name) == 2]
-    if (fold and four) or (not fold and "written_scale" in layout.tensors):
+    read = (policy.read_format or policy.checkpoint_format).name
+    four = formats.planes(read) == 2 or (fold and formats.planes(policy.checkpoint_format.name) == 2)
+    if four if fold else "written_scale" in layout.tensors:
         rows = max(16, triton.next_power_of_2(layout.head_dim))
-    plain = all(formats.is_plain(form.name) for form in kept)
-    if not (plain and walks(layout)) if fold else layout.max_draft > 1:
+    if not fold and layout.max_draft > 1:
         columns = max(16, triton.next_power_of_2(layout.state_dim))
         if four:
-            columns = 2 * triton.next_power_of_2(formats.plane(four[0], layout.state_dim))
+            columns = 2 * triton.next_power_of_2(formats.plane(read, layout.state_dim))
     return int(rows), int(columns)
 
 
@@ -199,8 +198,9 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     more = max(1, least_rows // rows)
     if kernel == "fold":
         if walks(layout):
-            width = max(least_tile("fold", layout)[1], min(32, columns))
-            return Tile(rows * more, width, min(16, max(1, rows * more * columns // 2048)), programs=4, registers=128)
+            return Tile(
+                rows * more, min(32, columns), min(16, max(1, rows * more * columns // 2048)), programs=4, registers=128
+            )
         rows = max(16, rows // 2)
         return Tile(max(rows, least_rows), columns, min(16, max(1, max(rows, least_rows) // 8)), programs=4)
     if layout.max_draft > 1:
@@ -480,8 +480,7 @@ class Kernels:
 
     def _launch_fold(self, table: Tensor, work: Tensor, amount: Tensor, copies: int, layers: int, types: Types) -> None:
         layout, tile = self.cache.layout, self.tile("fold")
-        parts = max(1, triton.next_power_of_2(layout.state_dim) // tile.k)
-        shape = replace(self._shape(tile), BE=16 if layout.window <= 16 else 32, C=parts)
+        shape = fold_shape(layout, tile, _capability(self.device))
         pieces = copies * layers * layout.heads * triton.cdiv(layout.head_dim, tile.p)
         grid = (min(pieces, _processors(self.device) * tile.programs),)
         fold_kernel[grid](
@@ -610,6 +609,18 @@ def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, to
     )
 
 
+def fold_shape(layout: Layout, tile: Tile, arch: int = 0) -> Shape:
+    """The compile-time record of a fold.
+
+    Its parts have at most ``tile.k`` columns, and 32 where it walks: sums over a row must not depend on the tile that a
+    format has, or a checkpoint would depend on its copy (I6).
+    """
+    half = formats.plane("nvfp4", layout.state_dim)
+    columns = min(32 if walks(layout) else tile.k, triton.next_power_of_2(half))
+    shape = make_shape(layout, tile, "linear", False, False, tokens=1, arch=arch)
+    return replace(shape, BE=16 if layout.window <= 16 else 32, BK=columns, C=2 * triton.cdiv(half, columns))
+
+
 @functools.cache
 def _capability(device: torch.device) -> int:
     """See ``Shape.arch``."""
@@ -686,7 +697,6 @@ def _types(layout: Layout, addresses: Tensor) -> Types:
         state=kept[0],
         target=kept[0],
         copy=kept[1] if len(kept) > 1 else None,
-        order=max(kept, key=formats.planes),
         written=ELEMENT[specs["written"].dtype] if "written" in specs else None,
         decay=decay == "head",
         channels=decay == "channel",
