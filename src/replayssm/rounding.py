@@ -31,7 +31,7 @@ def seed_bits(seed: int) -> int:
 
 def row_keys(seed: int, layer: int, counter: Tensor) -> Tensor:
     """What the bits of the roundings number ``counter`` [R] of a layer come from: uint32 as int64 [R]."""
-    key = _mix(torch.tensor(seed_bits(seed), device=counter.device))
+    key = _mix(torch.full((), seed_bits(seed), dtype=torch.int64, device=counter.device))  # no copy from the host
     key = _mix((key + layer) & _MASK)
     return _mix((key + counter.long()) & _MASK)
 

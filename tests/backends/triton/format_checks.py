@@ -16,7 +16,7 @@ from torch import Tensor
 from replayssm import Layout, Precision, ReplayCache, Rows, precision, step
 from replayssm.backends.triton.formats import fold_columns, load_state, store_state
 from replayssm.backends.triton.launch import Tile, _capability, fold_shape
-from replayssm.formats import BUFFERS, FORMATS
+from replayssm.formats import BUFFERS, FORMATS, BlockScaled, Plain
 from replayssm.rounding import random_bits, seed_bits
 from support.makers import generator, layout_of, put, random_inputs, random_state
 from support.poison import same
@@ -84,8 +84,31 @@ def states(state_dim: int) -> Iterator[Tensor]:
     holes[0, 2, :16], holes[1, :, -16:], holes[0, 3] = 0, 0, 0
     holes[1, 0, 0] = 2.0**22  # blocks whose scale is below the smallest e4m3 number beside one at the top
     yield holes
-    ties = torch.arange(normal.numel()).remainder(15).sub(7).float().view_as(normal) / 2
-    yield ties
+
+
+def ties(name: str, state_dim: int) -> Tensor:
+    """A state [H, P, K] of numbers in the middle between two codes, whose scale is 1."""
+    source, form = generator(1), FORMATS[name]
+    state = torch.randn(HEADS, ROWS, state_dim, generator=source)
+    if isinstance(form, Plain):
+        half = {"fp16": 0x1000, "bf16": 0x8000}.get(name, 0)
+        return (state.view(torch.int32) & ~(2 * half - 1) | half).view(torch.float32)
+    block = isinstance(form, BlockScaled)
+    if isinstance(form, BlockScaled):
+        levels = torch.tensor(sorted(set(form.levels)))
+    else:
+        codes = torch.arange(128, dtype=torch.uint8).view(form.dtype).float()
+        levels = torch.cat([-codes, codes]).unique()
+        levels = levels[levels.abs() <= form.top]
+    middle = (levels[1:] + levels[:-1]) / 2
+    state = middle[torch.randint(len(middle), state.shape, generator=source)]
+    state[..., 1:16] = 0
+    state[..., 16] = form.top
+    for more in range(16):  # the scale's constant is just below 1/top
+        state[..., 0] = form.top * (448 if block else 1) * (1 + more * 2.0**-23)
+        if (form.encode(state)["_head_scale" if block else "_scale"] == 1).all():
+            return state
+    raise AssertionError("no such state")
 
 
 def check_round_trip(name: str, state_dim: int, stochastic: bool, device: str) -> None:
@@ -96,7 +119,7 @@ def check_round_trip(name: str, state_dim: int, stochastic: bool, device: str) -
     policy = Precision(name, rounding="stochastic" if stochastic else "nearest")
     layout = layout_of("mamba2", torch.float32, heads=HEADS, head_dim=ROWS, state_dim=state_dim, precision=policy)
     shape = fold_shape(layout, Tile(16, 32, 4), _capability(torch.device(device)))
-    for number, state in enumerate(states(state_dim)):
+    for number, state in enumerate([*states(state_dim), ties(name, state_dim)]):
         bits = None
         if stochastic:
             bits = random_bits(3, number, torch.ones(1), state.numel()).view(state.shape)
