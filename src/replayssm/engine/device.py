@@ -187,7 +187,8 @@ class DeviceView(View):
         from replayssm.backends.triton import attention
 
         self._updated = layer_idx
-        attention.write(*self.keys.layers[layer_idx], keys, values, table_of(self.block))
+        stored_keys, stored_values = self.keys.layers[layer_idx]
+        attention.write(stored_keys, stored_values, keys, values, table_of(self.block))
         return keys, values
 
     def attend(
@@ -205,9 +206,9 @@ class DeviceView(View):
 
         refuse(options)
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-        stored = self.keys.layers[self._updated]
+        keys, values = self.keys.layers[self._updated]
         table = table_of(self.block)
-        return attention.attend(query, *stored, table, self.block.draft, scaling, sliding_window)[None]
+        return attention.attend(query, keys, values, table, self.block.draft, scaling, sliding_window)[None]
 
 
 class Stepper:
@@ -285,8 +286,8 @@ class Stepper:
         if path is not None:
             from replayssm.backends.triton import attention
 
-            for stored in self._keys.layers.values():
-                attention.keep(*stored, table_of(block), path, taken["accepted"])
+            for keys, values in self._keys.layers.values():
+                attention.keep(keys, values, table_of(block), path, taken["accepted"])
 
 
 def table_of(block: Block) -> Any:
