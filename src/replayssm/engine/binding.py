@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache as once
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ def _bound(stock: type[nn.Module], family: type[Scan]) -> type[nn.Module]:
         assert running.view is not None
         return running.view.convolve(running.layer, functions[CONVOLUTION], x, weight, bias, activation)
 
-    replaced = with_globals(original, **{family.function: scan, CONVOLUTION: convolve})
+    replaced = with_globals(_unrepeated(original), **{family.function: scan, CONVOLUTION: convolve})
     inner = force_accelerate_hooks("conv1d")(replaced)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,3 +125,19 @@ def _bound(stock: type[nn.Module], family: type[Scan]) -> type[nn.Module]:
         return inner(self, *args, **kwargs)
 
     return type(f"Engine{stock.__name__}", (stock,), {"forward": forward, "stock": stock, "__module__": __name__})
+
+
+def _unrepeated(forward: Any) -> Any:
+    """The same code, which hands keys over as they are: some versions of transformers repeat them for each value head.
+
+    They do so where they count fewer key heads than value heads, so this code counts value heads in their place. A
+    cache holds each key once.
+    """
+    code = forward.__code__
+    if "repeat_interleave" not in code.co_names:
+        return forward
+    names = tuple("num_v_heads" if name == "num_k_heads" else name for name in code.co_names)
+    parts = forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    changed = FunctionType(code.replace(co_names=names), *parts)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed

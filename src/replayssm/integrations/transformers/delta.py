@@ -48,6 +48,8 @@ class GdnScan(Scan):
     def chunked(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """See ``Scan.chunked``."""
         query, key, value, g, beta = self.tokens
+        if key.shape[2] != value.shape[2]:  # some versions of the function take a key a value head
+            query, key = (t.repeat_interleave(value.shape[2] // key.shape[2], 2) for t in (query, key))
         initial = None if state is None else state.transpose(-1, -2).contiguous()
         out, final = self.stock(
             query,
