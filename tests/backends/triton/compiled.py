@@ -18,7 +18,7 @@ from replayssm import Layout
 from replayssm.backends.triton.args import Batch, Layer, Shape, Tokens
 from replayssm.backends.triton.decode import decode_kernel
 from replayssm.backends.triton.fold import fold_kernel
-from replayssm.backends.triton.launch import COLUMNS, Tile, fold_shape, make_shape
+from replayssm.backends.triton.launch import COLUMNS, Tile, copy_shape, fold_shape, make_shape
 from replayssm.backends.triton.launch import _types as table_types
 from replayssm.backends.triton.step import step_kernel
 
@@ -96,9 +96,9 @@ def fold_source(layout: Layout, tile: Tile, dot: str, arch: int = 0) -> ASTSourc
     shape = _with_dot(fold_shape(layout, tile, arch), dot)
     signature = {
         "table": "*i64", "work": "*i32", "amount": "*i32", "copies": "i32", "layers": "i32", "seed": "i32",
-        "S": "constexpr", "TYPES": "constexpr",
+        "S": "constexpr", "COPIED": "constexpr", "TYPES": "constexpr",
     }  # fmt: skip
-    return _source(fold_kernel, signature, {(6,): shape, (7,): types})
+    return _source(fold_kernel, signature, {(6,): shape, (7,): copy_shape(layout, shape), (8,): types})
 
 
 def _with_dot(shape: Shape, dot: str) -> Shape:

@@ -104,6 +104,7 @@ def fold_kernel(
     layers,
     seed,
     S: tl.constexpr,
+    COPIED: tl.constexpr,
     TYPES: tl.constexpr,
 ):
     """A fixed number of programs share ``amount[0]`` rows × layers × heads × tiles.
@@ -161,7 +162,10 @@ def fold_kernel(
             new = new + (tl.where(inside[:, None] & (columns[part] < S.K)[None, :], parts[part], 0.0),)
         random = (seed, layer, counter) if TYPES.stochastic else None
         state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
-        held = store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)
+        store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)
         if COPY is not None:
+            # Read back, in tiles of another shape: see ``launch.copy_shape``.
+            tl.debug_barrier()
+            held = load_state(state, scale, head_scale, head, rows, inside, TARGET, COPIED)
             state, scale, head_scale = state_of(table, layer, 9, 12, target, COPY, TYPES)
-            store_state(state, scale, head_scale, held, None, head, rows, inside, COPY, S)
+            store_state(state, scale, head_scale, held, None, head, rows, inside, COPY, COPIED)

@@ -491,6 +491,7 @@ class Kernels:
             layers,
             seed_bits(self.cache.seed),
             S=shape,
+            COPIED=copy_shape(layout, shape),
             TYPES=types,
             **tile.options,
         )
@@ -616,9 +617,20 @@ def fold_shape(layout: Layout, tile: Tile, arch: int = 0) -> Shape:
     format has, or a checkpoint would depend on its copy (I6).
     """
     half = formats.plane("nvfp4", layout.state_dim)
-    columns = min(32 if walks(layout) else tile.k, triton.next_power_of_2(half))
+    whole = triton.next_power_of_2(half)
+    columns = min(32, max(16, whole // 2)) if walks(layout) else min(tile.k, whole)
     shape = make_shape(layout, tile, "linear", False, False, tokens=1, arch=arch)
     return replace(shape, BE=16 if layout.window <= 16 else 32, BK=columns, C=2 * triton.cdiv(half, columns))
+
+
+def copy_shape(layout: Layout, shape: Shape) -> Shape:
+    """The shape of a fold as it writes a read copy: a plane a part.
+
+    Triton gives loads and stores of one shape one layout, by the narrowest elements among them. Tiles of another shape
+    keep a copy's layout from the sums over a row of a fold that walks, whose last bits would depend on it.
+    """
+    whole = triton.next_power_of_2(formats.plane("nvfp4", layout.state_dim))
+    return replace(shape, BK=2 * whole if walks(layout) and whole == shape.BK else whole, C=2)
 
 
 @functools.cache
