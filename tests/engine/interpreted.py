@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.runtime.interpreter as interpreter
 from engine_tiny import Oracle, engine, lengthy, prompts, texts, tiny
 from transformers_tiny import prompt, whole
 
 from replayssm.engine import Params, PromptLookup
 from replayssm.engine.packed import Row
 from replayssm.engine.runner import Runner, settings_of
+from support.interpreter import patch_loops
 
-# Loop bounds that are tensors need this with numpy 2.4 and later, which does not turn [n] into n.
-_patch = interpreter._patch_lang_tensor
-
-
-def _patched(tensor: object, scope: object) -> None:
-    _patch(tensor, scope)
-    tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
-
-
-interpreter._patch_lang_tensor = _patched
+patch_loops()
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.interpreter import run_interpreted
 
 from replayssm.engine.device import Block, best_of
 from replayssm.engine.packed import Row
+from support.interpreter import run_interpreted
 
 
 @pytest.mark.parametrize("select", ["qwen3_next", pytest.param("not qwen3_next", marks=pytest.mark.slow)])

@@ -21,7 +21,7 @@ def build() -> Any:
 
     from replayssm import __version__
 
-    from .bench import bench
+    from .bench_model import bench
     from .check import check
     from .drift import drift
     from .explain import explain

@@ -172,17 +172,10 @@ class Runner:
                     f"graphs: layer {min(shapes.latent)} caches latents and expands them, which takes another shape at "
                     "every step; pass graphs=False"
                 )
+            self._allocate(shapes, allocate)
         except BaseException:
             unbind(self._mixers)
             raise
-        self.keys = KeyValues(shapes.keys, frozenset(shapes.latent), self.slots, max_length, self.dtype, self.device)
-        self.pools: list[ReplayCache] = []
-        self._recurrent = {}
-        for layout in dict.fromkeys(shapes.layouts.values()):
-            layers = [layer for layer, mine in shapes.layouts.items() if mine == layout]
-            pool = allocate(layout, len(layers), self.slots, self.device)
-            self.pools.append(pool)
-            self._recurrent.update({layer: pool[index] for index, layer in enumerate(layers)})
         self.lengths = [0] * self.slots
         # On a GPU step rows take a way of their own; latents of attention are expanded row by row on either.
         self.stepper: Stepper | None = None
@@ -195,6 +188,17 @@ class Runner:
         self._stepped: list[Span] = []
         self._hidden: Tensor | None = None
         self._tap: Any = None
+
+    def _allocate(self, shapes: Shapes, allocate: Allocate) -> None:
+        latent = frozenset(shapes.latent)
+        self.keys = KeyValues(shapes.keys, latent, self.slots, self.max_length, self.dtype, self.device)
+        self.pools: list[ReplayCache] = []
+        self._recurrent = {}
+        for layout in dict.fromkeys(shapes.layouts.values()):
+            layers = [layer for layer, mine in shapes.layouts.items() if mine == layout]
+            pool = allocate(layout, len(layers), self.slots, self.device)
+            self.pools.append(pool)
+            self._recurrent.update({layer: pool[index] for index, layer in enumerate(layers)})
 
     @property
     def bytes(self) -> int:

@@ -6,21 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from replayssm.backends.triton.attention import Table, attend, keep, write
+from support.interpreter import patch_loops
 
-# Loop bounds that are tensors need this with numpy 2.4 and later, which does not turn [n] into n.
-_patch = interpreter._patch_lang_tensor
-
-
-def _patched(tensor: object, scope: object) -> None:
-    _patch(tensor, scope)
-    tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
-
-
-interpreter._patch_lang_tensor = _patched
+patch_loops()
 SLOTS, PLACES = 5, 160
 TREE = [-1, 0, 0, 1, 1, 3]
 # slot, committed tokens, parents of the new ones; a padding row among them, another one behind
