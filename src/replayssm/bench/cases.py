@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
@@ -115,9 +115,10 @@ def default_cases(device: str) -> list[Case]:
     if device == "cpu":
         shapes = ("mamba2-128x64x128", "gdn-64x128x128", "kda-64x128x128")
         return [Case(shape, batch, 16) for batch in (16, 1) for shape in shapes]
-    kinds = [(256, 1, "fp32"), (64, 1, "fp32"), (256, 4, "fp32"), (256, 8, "fp32"), (64, 4, "fp32"), (64, 8, "fp32")]
-    kinds += [(256, 1, "fp16sr"), (16, 1, "fp32"), (1, 1, "fp32"), (512, 1, "fp32"), (4, 1, "fp32")]
-    return [make_case(shape, batch, draft, precision=p) for batch, draft, p in kinds for shape in SHAPES]
+    found = [make_case(s, b, t) for b, t in ((256, 1), (256, 4), (256, 8), (64, 1), (64, 4), (64, 8)) for s in SHAPES]
+    policies = ("fp16sr", "float32+fp8", "float32+nvfp4", "fp16sr+nvfp4", "float32+int8")
+    found += [make_case(s, 256, window=32, precision=policy) for policy in policies for s in SHAPES]
+    return found + [make_case(s, batch) for batch in (512, 16, 1) for s in SHAPES]
 
 
 def make_case(
@@ -143,52 +144,65 @@ def make_case(
     return case
 
 
-def select(
-    device: str,
-    recurrences: Sequence[str] = (),
-    shapes: Sequence[str] = (),
-    batches: Sequence[int] = (),
-    drafts: Sequence[int] = (),
-    windows: Sequence[int] = (),
-    precisions: Sequence[str] = (),
-    parts: Sequence[str] = (),
-) -> list[Case]:
-    """The default cases of these shapes or, where any other list is given, the product of the lists.
+@dataclass(frozen=True)
+class Choice:
+    """Which cases or rows are wanted; an empty list excludes nothing.
 
-    Args:
-        device: "cuda" or "cpu".
-        recurrences: names; their published shapes.
+    Attributes:
+        recurrences: names.
         shapes: names, parts of published names, or free sizes.
-        batches, drafts, windows, precisions: what is left empty takes its default.
-        parts: keeps the cases whose name contains one of them.
+        batches, drafts, windows, precisions: values.
+        parts: what a name contains, one of them.
     """
-    wrong = [name for name in recurrences if name not in RECURRENCES]
-    if wrong:
-        raise ReplayError(f"recurrence: got {wrong[0]!r}, supported: {', '.join(RECURRENCES)}")
-    cases = default_cases(device)
-    wanted = _shapes(recurrences, shapes) or list(dict.fromkeys(case.shape for case in cases))
-    cases = [case for case in cases if case.shape in wanted]
-    if batches or drafts or windows or precisions or any(shape not in SHAPES for shape in wanted):
-        free = product(
-            batches or [16 if device == "cpu" else 256], drafts or [1], windows or [None], precisions or ["fp32"]
+
+    recurrences: Sequence[str] = ()
+    shapes: Sequence[str] = ()
+    batches: Sequence[int] = ()
+    drafts: Sequence[int] = ()
+    windows: Sequence[int] = ()
+    precisions: Sequence[str] = ()
+    parts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        wrong = [name for name in self.recurrences if name not in RECURRENCES]
+        if wrong:
+            raise ReplayError(f"recurrence: got {wrong[0]!r}, supported: {', '.join(RECURRENCES)}")
+        named = [s for name in self.shapes for s in ([p for p in SHAPES if name in p] or [name])]
+        for name in named:
+            size_of(name)
+        object.__setattr__(self, "shapes", list(dict.fromkeys(named)))
+        object.__setattr__(self, "precisions", [Precision.preset(name).name for name in self.precisions])
+
+    def has(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row, or the fields of a case, is wanted."""
+        checks = (
+            (self.shapes, row["shape"]),
+            (self.batches, row["batch"]),
+            (self.drafts, row["draft"]),
+            (self.windows, row["window"]),
+            (self.precisions, row["precision"]),
+            (self.recurrences, size_of(row["shape"]).recurrence.name),
         )
-        cases = [make_case(s, b, t, w, p) for b, t, w, p in free for s in wanted]
-    cases = [case for case in cases if not parts or any(part in case.name for part in parts)]
-    if not cases:
-        raise ReplayError("no case is left: see replayssm bench kernel --list")
-    return cases
+        part = not self.parts or any(part in name_of(row) for part in self.parts)
+        return part and all(not wanted or value in wanted for wanted, value in checks)
 
+    def cases(self, device: str) -> list[Case]:
+        """The device's default cases that are wanted.
 
-def _shapes(recurrences: Iterable[str], names: Iterable[str]) -> list[str]:
-    found = [s for name in names for s in ([p for p in SHAPES if name in p] or [name])]
-    for name in found:
-        size_of(name)
-    families = set(recurrences)
-    if not found:
-        found = [s for s in SHAPES if families and SHAPES[s].recurrence.name in families]
-    elif families:
-        found = [s for s in found if size_of(s).recurrence.name in families]
-    return list(dict.fromkeys(found))
+        The product of the lists, instead, where a value is in none of them.
+        """
+        defaults = default_cases(device)
+        found = [case for case in defaults if self.has(vars(case))]
+        lists = {"shape": self.shapes, "batch": self.batches, "draft": self.drafts}
+        lists |= {"window": self.windows, "precision": self.precisions}
+        if any(not set(wanted) <= {getattr(case, name) for case in found} for name, wanted in lists.items()):
+            shapes = self.shapes or list(dict.fromkeys(case.shape for case in defaults))
+            batches = self.batches or [16 if device == "cpu" else 256]
+            chosen = (batches, self.drafts or [1], self.windows or [None], self.precisions or ["fp32"], shapes)
+            found = [c for b, t, w, p, s in product(*chosen) if self.has(vars(c := make_case(s, b, t, w, p)))]
+        if not found:
+            raise ReplayError("no case is left of those that --list shows without options")
+        return found
 
 
 def power_of_2(number: int) -> int:

@@ -11,8 +11,8 @@ import torch
 
 from replayssm.bench import compile, kernel
 from replayssm.bench.accuracy import errors
-from replayssm.bench.cases import Case
-from replayssm.bench.conventional import best_tile
+from replayssm.bench.cases import Case, make_case
+from replayssm.bench.conventional import TILES, best_tile
 from replayssm.bench.timing import Setup, ceilings, free
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Run:
         sweep: shapes whose tiles are swept first.
         workers: processes that compile first; 0: none do.
         seconds: no case starts after so many.
+        peers: time published kernels as well.
     """
 
     setup: Setup
@@ -40,22 +41,20 @@ class Run:
     sweep: Sequence[str] = ()
     workers: int = 0
     seconds: float = float("inf")
+    peers: bool = False
     started: float = field(default_factory=time.monotonic)
     _knobs: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     _tiles: dict[tuple[str, int, str], dict[str, Tile]] = field(default_factory=dict)
     _errors: dict[tuple[str, int, int, str], dict[str, float]] = field(default_factory=dict)
 
     def precompile(self, cases: Sequence[Case]) -> None:
-        """Compile what the cases need, and the tiles of those that are swept."""
+        """Compile what the cases need, and the tiles of those that are swept, in half of the time at most."""
         if not self.workers or self.setup.device != "cuda":
             return
-        jobs = []
-        for case in cases:
-            jobs += [compile.Job(case), *(self._sweep_jobs(case) if self._swept(case) not in self._tiles else [])]
-            self._tiles.setdefault(self._swept(case), {})
-        self._tiles.clear()
+        jobs = [job for case in cases for job in (compile.Job(case), *self._sweep_jobs(case))]
+        jobs += [compile.Job(make_case(shape, 1), knobs=k) for shape in {c.shape: c for c in cases} for k in TILES]
         with compile.Compiler(self.setup, self.workers, self.note) as compiler:
-            compiler({repr(job): job for job in jobs}.values())
+            compiler(jobs, self.seconds / 2)
 
     def cases(self, cases: Sequence[Case], done: Callable[[Case, Row | None], None]) -> list[Row]:
         """Measure the cases; a case that fails is noted and the next one follows."""
@@ -86,7 +85,14 @@ class Run:
         if precise not in self._errors:
             self._errors[precise] = errors(case, self.setup.device)
         row = kernel.figure(case, self.setup, ceiling, self._knobs[place], self._best(case))
-        return {**row, **self._errors[precise]}
+        return {**row, **self._errors[precise], **(self._peers(case) if self.peers else {})}
+
+    def _peers(self, case: Case) -> Row:
+        from replayssm.bench import peers
+
+        if self.setup.device == "cpu":
+            return {"peers": {}, "peers_missing": {peer.name: "needs a CUDA device" for peer in peers.PEERS}}
+        return {"peers": peers.measure(case, self.setup, self.note), "peers_missing": peers.missing()}
 
     def _best(self, case: Case) -> dict[str, Tile]:
         """The tiles of a shape that is swept; none where the library's own choice is measured."""

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from replayssm.backends.triton.launch import Tile, choose_tile, read_table, table_file, tile_key
+from replayssm.backends.triton.launch import Tile, choose_tile, least_tile, read_table, table_file, tile_key, walks
 from replayssm.bench.cases import Case, power_of_2
 from replayssm.bench.compile import Job
-from replayssm.bench.conventional import TILES
 from replayssm.layout import Layout
 
 # The values of each knob that a search steps through, one at a time.
@@ -21,9 +20,10 @@ LADDERS = {
     "p": (16, 32, 64, 128),
     "k": (16, 32, 64, 128, 256),
     "warps": (1, 2, 4, 8),
-    "programs": (1, 2, 3, 4, 6, 8, 16, 32, 64),
+    "programs": (1, 2, 3, 4, 5, 6, 8, 16, 32, 64),
     "registers": (0, 96, 128, 168, 232),
     "stages": (1, 2, 3, 4),
+    "heads": (1, 2, 4, 8),
 }
 # A tile has to be this much faster to be called so: less is noise.
 GAIN = 0.995
@@ -33,29 +33,55 @@ def decode_tiles(layout: Layout) -> Iterator[Tile]:
     """Tiles of the step that are worth measuring."""
     columns = power_of_2(layout.state_dim)
     if layout.max_draft > 1:
-        for p, warps, registers in ((64, 4, 0), (64, 8, 0), (32, 4, 168)):
-            yield Tile(p, columns, warps, 16, registers, 1)
+        for p, warps, registers, stages in (
+            (64, 4, 0, 3),
+            (64, 4, 168, 2),
+            (64, 4, 0, 1),
+            (64, 8, 0, 2),
+            (32, 4, 168, 2),
+        ):
+            yield Tile(p, columns, warps, 16, registers, stages)
         return
-    found = [Tile(64, 32, 4, programs, registers) for programs, registers in ((16, 0), (16, 168), (16, 128), (64, 128))]
-    found += [Tile(64, 32, 4, 16, 168, 3), Tile(32, 32, 2, 16, 128)]
-    if layout.head_dim % 64:
-        found = [Tile(16, 32, 1, 16), Tile(16, 64, 2, 16), Tile(32, 32, 2, 16, 128)]
-    for tile in found:
-        yield replace(tile, k=min(tile.k, columns))
+    # Straight to registers, four heads of one key at once.
+    for p, warps, programs, registers in ((64, 4, 5, 96), (64, 4, 4, 128), (32, 2, 8, 128)):
+        yield Tile(p, min(32, columns), warps, programs, registers, 1, heads=4)
+    for p, warps, registers, stages in (
+        (16, 1, 128, 2),
+        (16, 1, 128, 3),
+        (16, 1, 96, 2),
+        (16, 1, 168, 3),
+        (32, 2, 128, 2),
+    ):
+        yield Tile(p, min(32, columns), warps, 16 // warps, registers, stages)
+    yield Tile(64, min(32, columns), 4, 4, 128, 2)
 
 
 def fold_tiles(layout: Layout) -> Iterator[Tile]:
     """Tiles of the fold that are worth measuring."""
     columns = power_of_2(layout.state_dim)
-    yield Tile(64 if layout.head_dim % 64 == 0 else 16, columns, 4, 2)
-    yield Tile(32, columns, 4, 4, 128)
-    yield Tile(32, columns, 4, 3, 168)
+    if walks(layout):
+        columns = min(32, columns)
+    for p, warps, programs, registers in ((64, 4, 4, 128), (32, 2, 8, 128), (64, 2, 4, 168), (32, 4, 4, 128)):
+        yield Tile(p, columns, warps, programs, registers)
 
 
 def candidates(kernel: str, layout: Layout, device: torch.device) -> list[Tile]:
-    """What a search starts from: the tile in use first."""
-    found = [choose_tile(kernel, layout, device), *(decode_tiles if kernel == "step" else fold_tiles)(layout)]
-    return list(dict.fromkeys(found))
+    """What a search starts from: the tile in use first, then those that are legal for the layout."""
+    found = (decode_tiles if kernel == "step" else fold_tiles)(layout)
+    legal = [replace(tile, heads=min(tile.heads, shared(layout))) for tile in found if _legal(tile, layout, kernel)]
+    return list(dict.fromkeys([choose_tile(kernel, layout, device), *legal]))
+
+
+def shared(layout: Layout) -> int:
+    """Heads that a tile may take together: those of one key, as far as they are a power of two."""
+    share = 1 if layout.recurrence.decay == "channel" else layout.heads // layout.groups
+    return share & -share
+
+
+def _legal(tile: Tile, layout: Layout, kernel: str) -> bool:
+    """Rows and columns that the formats need and the layout has, rounded up to powers of two."""
+    rows, columns = least_tile(kernel, layout)
+    return rows <= tile.p <= max(16, rows, power_of_2(layout.head_dim) * tile.heads) and columns <= tile.k
 
 
 def kernels(layout: Layout) -> tuple[str, ...]:
@@ -69,17 +95,17 @@ def neighbours(tile: Tile, layout: Layout, kernel: str) -> list[Tile]:
     Rows stay within head_dim and columns within state_dim, each rounded up to a power of two; only plain decode cuts
     the columns into parts.
     """
-    parts = kernel == "step" and layout.max_draft == 1
-    most = {"p": power_of_2(layout.head_dim), "k": power_of_2(layout.state_dim)}
+    decode = kernel == "step" and layout.max_draft == 1
+    most = {"p": power_of_2(layout.head_dim), "k": power_of_2(layout.state_dim), "heads": shared(layout)}
     found = []
     for knob, ladder in LADDERS.items():
-        if knob == "k" and not parts:
+        if knob in ("k", "heads") and not decode:
             continue
         here = getattr(tile, knob)
         below = [value for value in ladder if value < here][-1:]
         above = [value for value in ladder if value > here][:1]
         found += [replace(tile, **{knob: v}) for v in below + above if v <= most.get(knob, v)]
-    return found
+    return [near for near in found if _legal(near, layout, kernel)]
 
 
 @dataclass(frozen=True)
@@ -139,8 +165,7 @@ class Search:
 
 def jobs(case: Case, device: torch.device) -> list[Job]:
     """What to compile before a sweep without rounds."""
-    found = [Job(case, {k: tile}) for k in kernels(case.layout) for tile in candidates(k, case.layout, device)]
-    return found + ([Job(case, knobs=knobs) for knobs in TILES] if case.draft == 1 else [])
+    return [Job(case, {k: tile}) for k in kernels(case.layout) for tile in candidates(k, case.layout, device)]
 
 
 def keys(case: Case) -> dict[str, str]:

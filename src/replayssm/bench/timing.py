@@ -21,11 +21,13 @@ class Setup:
     Attributes:
         device: "cuda" or "cpu".
         megabytes: least MiB of all layers' states together: more than the last cache holds.
+        least: layers at least. The commit of a model step and its fold are one launch for all of them.
         budget_ms: time that a figure's repetitions may take; three of them are always made.
     """
 
     device: str
     megabytes: int = 400
+    least: int = 1
     budget_ms: float = 150.0
 
     def repetitions(self, each_ms: float) -> int:
@@ -33,8 +35,8 @@ class Setup:
         return max(3, min(20, int(self.budget_ms / max(each_ms, 0.01))))
 
     def layers(self, layer_bytes: int) -> int:
-        """Layers whose states of ``layer_bytes`` come to ``megabytes``."""
-        return max(1, -(-(self.megabytes << 20) // layer_bytes))
+        """Layers whose states of ``layer_bytes`` come to ``megabytes``, ``least`` at least."""
+        return max(self.least, -(-(self.megabytes << 20) // layer_bytes))
 
 
 def prepare(work: Callable[[], object], device: str, warm: int = 1) -> Times:

@@ -56,28 +56,25 @@ def tune(
     if not torch.cuda.is_available():
         raise UserError("tune: needs a CUDA device; the CPU kernels have no tiles")
     folder = _folder(out)
-    chosen = bench_cases.select(
-        "cuda",
+    chosen = bench_cases.Choice(
         recurrences=recurrence or (),
         shapes=shape or (),
         batches=[batch],
         drafts=draft or (1, 4),
         windows=[window] if window else (),
-        precisions=precision or (),
-    )
+        precisions=precision or ["fp32"],
+    ).cases("cuda")
     origin = bench_rows.provenance("cuda")
-    setup = Setup("cuda", budget_ms=60)
+    setup = Setup("cuda", least=8, budget_ms=60)
     with Compiler(setup, workers, _note) as compiler:
         search = _search(setup, compiler, rounds, rows, origin)
         found = search_all(chosen, search, folder, origin["gpu"], seconds, _note)
     if json:
         print_json({"gpu": origin["gpu"], "tiles": {key: list(vars(tile).values()) for key, tile in found.items()}})
         return
-    table = Table("kernel", "rows", "columns", "warps", "programs", "registers", "stages")
+    table = Table("kernel", "rows", "columns", "warps", "programs", "registers", "stages", "heads")
     for key, tile in found.items():
-        table.add_row(
-            key, *(str(getattr(tile, name)) for name in ("p", "k", "warps", "programs", "registers", "stages"))
-        )
+        table.add_row(key, *map(str, vars(tile).values()))
     console().print(table)
     if os.environ.get("REPLAYSSM_TILES") != str(folder):
         _note(f"The library reads them where REPLAYSSM_TILES={folder}")
