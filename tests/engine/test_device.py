@@ -58,3 +58,8 @@ def test_the_best_token_is_none_where_logits_are_no_numbers() -> None:
     logits[2] = -torch.inf
     logits[3, 1:] = -torch.inf
     assert best_of(logits).tolist() == [3, -1, -1, 0]
+
+
+def test_norms_as_kernels() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(Path(__file__).with_name("interpreted_fuse.py"))

@@ -205,7 +205,7 @@ class DeviceView(View):
         from replayssm.backends.triton import attention
 
         refuse(options)
-        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        scaling = float(query.shape[3] ** -0.5) if scaling is None else scaling
         keys, values = self.keys.layers[self._updated]
         table = table_of(self.block)
         return attention.attend(query, keys, values, table, self.block.draft, scaling, sliding_window)[None]

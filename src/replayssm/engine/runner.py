@@ -20,6 +20,7 @@ from replayssm.integrations.transformers.scan import Scan, Settings
 from .attention import KeyValues, Span
 from .binding import bind, cache_name, configs_of, packed, takes, unbind
 from .device import Stepper, best_of
+from .fuse import fuse
 from .packed import PackedCache, Plan, Row, View
 
 Allocate = Callable[[Layout, int, int, torch.device], ReplayCache]
@@ -148,10 +149,12 @@ class Runner:
         settings: Settings,
         graphs: bool = True,
         allocate: Allocate = ReplayCache.allocate,
+        fused: bool = True,
     ) -> None:
         """Bind the model and allocate ``slots`` sequences, or as many as ``memory`` bytes hold.
 
         ``graphs``: on a GPU, capture decode and verify in CUDA graphs. ``allocate``: memory of recurrent layers.
+        ``fused``: on a GPU, norms and gated MLPs as kernels.
         """
         self.model, self.max_length, self.max_draft = model, max_length, settings.max_draft
         weight = next(model.parameters())
@@ -160,6 +163,8 @@ class Runner:
         self._configs = configs_of(model)
         self._mixers = bind(model)
         try:
+            if fused and _has_kernels(self.device):
+                self._mixers += fuse(model)
             shapes = Shapes(settings)
             self._forward(shapes, *self._ids([0], [0]), None)
             self.slot_bytes = shapes.slot_bytes(max_length, self.dtype.itemsize)

@@ -82,6 +82,8 @@ class Mamba2Scan(Scan):
         """Add ``D·x``."""
         if self.D is None:
             return out
+        if self.D.dtype == out.dtype:
+            return torch.addcmul(out, self.tokens[0], self.D[:, None])
         skip = self.D.float()[:, None] * self.tokens[0].float()
         return (out.float() + skip).to(out.dtype)
 
