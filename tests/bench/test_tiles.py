@@ -13,7 +13,7 @@ launch = pytest.importorskip("replayssm.backends.triton.launch", reason="needs t
 Tile, CPU = tiles.Tile, torch.device("cpu")  # on the CPU the tile in use is the heuristic's
 
 
-def distance(best: Tile):
+def distance(best):
     """A measure that is fastest at ``best`` and gets slower with every step along a ladder."""
     seen = []
 

@@ -23,23 +23,36 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def speedup(rows: Sequence[Row], folder: Path) -> Path | None:
-    """Tokens a second over those of the conventional step, by batch; a panel for plain decode and one for drafts."""
-    panels = {"plain decode": [r for r in rows if r["draft"] == 1], "drafts": [r for r in rows if r["draft"] > 1]}
+    """Tokens a second over those of the conventional step: of plain decode and drafts by batch, of other precisions."""
+    wide = [row for row in rows if row["precision"] == "fp32"]
+    panels = {
+        "plain decode": [row for row in wide if row["draft"] == 1],
+        "drafts": [row for row in wide if row["draft"] > 1],
+        "other precisions": [row for row in rows if row["precision"] != "fp32"],
+    }
     panels = {title: found for title, found in panels.items() if found}
     if not panels:
         return None
     figure = _figure(rows, "Tokens a second, over the conventional one-token step", len(panels))
     for axes, (title, found) in zip(figure.axes, panels.items(), strict=True):
-        for label, line in _groups(found, _series):
+        other = title == "other precisions"
+        for label, line in _groups(found, _kind if other else _series):
             line = sorted(line, key=lambda row: row["batch"])
             gain = [row["ratio"] * row["accepted"] for row in line]
-            axes.plot([row["batch"] for row in line], gain, label=label, **_style(line[0]))
-        batches = sorted({row["batch"] for row in found})
-        axes.set(title=title, xlabel="batch", ylim=(0, None))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batches, [str(batch) for batch in batches])
+            places = [row["precision" if other else "batch"] for row in line]
+            axes.plot(places, gain, label=label, **_style(line[0], linestyle="" if other else "-"))
+        axes.set_title(title, fontsize=9)
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=6)
+        if other:
+            axes.tick_params(axis="x", rotation=30)
+        else:
+            batches = sorted({row["batch"] for row in found})
+            axes.set_xlabel("batch")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(batches, [str(batch) for batch in batches])
+    # The panels share their axis; room for the legends is above.
+    figure.axes[0].set_ylim(0, 1.5 * max(row["ratio"] * row["accepted"] for row in rows))
     return _save(figure, folder / "speedup.png")
 
 
@@ -68,7 +81,7 @@ def roofline(rows: Sequence[Row], folder: Path) -> Path | None:
         return None
     figure = _figure(rows, "Bytes a second of a layer's model step", 1)
     (axes,) = figure.axes
-    for label, points in _groups(found, _series):
+    for label, points in _groups(found, _kind):
         speed = [row["bytes"] / row["ms"] / 1e9 for row in points]
         axes.plot([row["bytes"] / 1e6 for row in points], speed, label=label, **_style(points[0], linestyle=""))
     ceiling = max(row["read_tb_s"] for row in found)
@@ -88,7 +101,13 @@ def _groups(rows: Sequence[Row], key: Callable[[Row], str]) -> list[tuple[str, l
 
 def _series(row: Row) -> str:
     """What a line of a plot is of: a case without its batch."""
-    return name_of(row).replace(f"/b{row['batch']}", "").replace("/", ", ").replace(", fp32", "")
+    return name_of(row).replace(f"/b{row['batch']}", "").replace("/", ", ").removesuffix(", fp32")
+
+
+def _kind(row: Row) -> str:
+    """Shape and tokens a step, or that the precision is another one: what ``_style`` tells apart."""
+    tokens = "plain" if row["draft"] == 1 else f"{row['accepted']} of {row['draft']} tokens"
+    return f"{row['shape']}, {tokens if row['precision'] == 'fp32' else 'other precisions'}"
 
 
 def _style(row: Row, **more: Any) -> dict[str, Any]:
@@ -101,7 +120,7 @@ def _style(row: Row, **more: Any) -> dict[str, Any]:
 
 def _figure(rows: Sequence[Row], title: str, panels: int) -> Figure:
     """A figure whose title says where its rows come from."""
-    figure = Figure(figsize=(min(10, 3 + 3 * panels + (3 if panels == 1 else 0)), 4), dpi=100, layout="constrained")
+    figure = Figure(figsize=(min(12, 3 + 3 * panels + (3 if panels == 1 else 0)), 4.5), dpi=100, layout="constrained")
     figure.subplots(1, panels, sharey=True)
     origin = sorted({f"{row['gpu']}, {row['date']}, {row['commit']}" for row in rows})
     figure.suptitle(f"{title}\n{'; '.join(origin[:3])}{' …' if len(origin) > 3 else ''}", fontsize=9)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -169,8 +170,10 @@ def _draw(rows: Sequence[Row], plots: Path | None, page: Path | None) -> None:
 
 def _table(rows: Sequence[Row]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.get("peers", {})))
-    table = Table("case", "ms", "step", "conv.", "ratio", "read", "error", "conv.", *names)
-    table.columns[0].no_wrap = True
+    head = ("case", "ms", "step", "conv.", "ratio", "read", "error", "conv.", *names)
+    table = Table(*head, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in table.columns[: len(head) - len(names)]:
+        column.no_wrap = True
     for shape in dict.fromkeys(row["shape"] for row in rows):
         table.add_section()
         table.add_row(f"[bold]{shape}[/]")
