@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from replayssm import ReplayError
 from replayssm.bench.models import MODELS, build, raw_config
 from replayssm.bench.steady import Steady, Work, by_cycle
+from replayssm.bench.step import Bench
 from replayssm.cli.main import build as build_app
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "data" / "tiny_configs.json").read_text())["supported"]
@@ -74,6 +76,27 @@ def test_rows(config: str, tmp_path: Path, command: list[str], keys: set[str]) -
     assert all(row[key] > 0 for key in ("ms", "ms_conventional", *keys))
     assert row["layers"] is None
     assert plot.stat().st_size > 0
+
+
+def test_a_case_that_fails_leaves_the_others(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Bench.decode
+
+    def failing(self: Bench, work: Work, *rest: Any) -> Any:
+        if work.batch == 1:
+            raise RuntimeError("no such kernel")
+        return decode(self, work, *rest)
+
+    monkeypatch.setattr(Bench, "decode", failing)
+    out = tmp_path / "rows.jsonl"
+    options = ["--context", "8", "--cycles", "1", "--window", "6", "--device", "cpu", "--config", config]
+    both = ["--batch", "1", "--batch", "2", "--out", str(out)]
+    done = CliRunner().invoke(build_app(), ["bench", "step", *options, *both], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "batch 1, context 8, fp32: RuntimeError no such kernel" in done.output
+    assert [json.loads(line)["batch"] for line in out.read_text().splitlines()] == [2]
+    done = CliRunner().invoke(build_app(), ["bench", "step", *options, "--seconds", "0"], catch_exceptions=False)
+    assert done.exit_code == 2
+    assert "out of time before" in done.output
 
 
 def test_wrong_words_are_one_line(config: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,8 @@ from replayssm.bench.models import MODELS
 from replayssm.bench.rows import append, provenance
 from replayssm.bench.steady import Work
 from replayssm.bench.step import Bench, usual_window, works
+from replayssm.bench.timing import free
+from replayssm.checks import ReplayError
 
 from .bench import bench
 from .common import UserError, command, console, print_json
@@ -29,6 +32,7 @@ CYCLES = typer.Option(min=1, help="full cycles of folds that are timed")
 OUT = typer.Option(help="add the rows to this file of JSON lines, as they come")
 PLOT = typer.Option(help="write a plot of the rows to this PNG")
 COMMIT = typer.Option(help="what rows say of the commit, outside of a checkout")
+SECONDS = typer.Option(min=0, help="start no case after so many seconds")
 JSON = typer.Option("--json", help="print one JSON document and nothing else")
 HOST = typer.Option("--engine", help="also the wall clock of Engine.step, host and read-back included")
 
@@ -48,6 +52,7 @@ def step(
     out: Annotated[Path | None, OUT] = None,
     plot: Annotated[Path | None, PLOT] = None,
     commit: Annotated[str, COMMIT] = "",
+    seconds: Annotated[float, SECONDS] = float("inf"),
     json: Annotated[bool, JSON] = False,
 ) -> None:
     """Time a whole decode step of a model with random weights: replay and conventional in the same engine."""
@@ -56,7 +61,7 @@ def step(
     def measure(bench: Bench, work: Work) -> dict[str, Any]:
         return bench.decode(work, cycles, engine)
 
-    rows = _run("step", config, device, layers, case | {"window": window}, measure, (out, commit))
+    rows = _run("step", config, device, layers, case | {"window": window}, measure, (out, commit), seconds)
     _show(rows, _step_table, plot, json)
 
 
@@ -79,12 +84,17 @@ def spec(
     out: Annotated[Path | None, OUT] = None,
     plot: Annotated[Path | None, PLOT] = None,
     commit: Annotated[str, COMMIT] = "",
+    seconds: Annotated[float, SECONDS] = float("inf"),
     json: Annotated[bool, JSON] = False,
 ) -> None:
     """Time a whole verify step with a synthetic acceptance schedule, against a state snapshot for each draft."""
     case = {"batches": batch or [256], "contexts": context or [1024], "precisions": precision or ["fp32"]}
     case |= {"draft": draft, "schedule": tuple(accepted or [max(1, draft - 1)]), "window": window}
-    rows = _run("spec", config, device, layers, case, lambda bench, work: bench.spec(work, cycles), (out, commit))
+
+    def measure(bench: Bench, work: Work) -> dict[str, Any]:
+        return bench.spec(work, cycles)
+
+    rows = _run("spec", config, device, layers, case, measure, (out, commit), seconds)
     _show(rows, _spec_table, plot, json)
 
 
@@ -96,6 +106,7 @@ def _run(
     case: dict[str, Any],
     measure: Any,
     record: tuple[Path | None, str],
+    seconds: float,
 ) -> list[dict[str, Any]]:
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in ("cuda", "cpu"):
@@ -106,14 +117,36 @@ def _run(
     origin, rows = provenance(where, commit), []
     window = case.pop("window")
     works(**case, window=window or 32)  # raises for wrong numbers before a model is built
+    until = time.monotonic() + seconds
     for name in configs or list(MODELS)[:1]:
-        bench = Bench(name, where, layers, _note)
+        if time.monotonic() > until:
+            _note(f"out of time before {name}")
+            break
+        try:
+            bench = Bench(name, where, layers, _note)
+        except ReplayError:
+            raise
+        except Exception as problem:  # the other models may still run
+            _note(f"{name}: {type(problem).__name__} {str(problem)[:300]}")
+            free()
+            continue
         for work in works(**case, window=window or usual_window(bench.model)):
-            row = {"bench": kind, **measure(bench, work), **origin}
+            label = f"{name}, batch {work.batch}, context {work.context}, {work.precision}"
+            if time.monotonic() > until:
+                _note(f"out of time before {label}")
+                break
+            try:
+                row = {"bench": kind, **measure(bench, work), **origin}
+            except Exception as problem:  # what was measured stays, and the next case follows
+                _note(f"{label}: {type(problem).__name__} {str(problem)[:300]}")
+                free()
+                continue
             rows.append(row)
             if out is not None:
                 append(out, row)
         del bench
+    if not rows:
+        raise UserError("no case could be measured")
     return rows
 
 
