@@ -170,6 +170,9 @@ def test_a_page(tmp_path, rows):
     assert body[1] == (
         "| gdn-2x16x16g1 | 256 | 32 | 1 | 0.300 | 0.280 | 0.540 | 1.80 | 80% | 1.02 | 1.0e-07 (2.0e-07) | abc |"
     )
+    (tmp_path / "kernel-cycle.png").touch()
+    rewrite(page, rows)
+    assert page.read_text().endswith(f"\n\n![A model step through a cycle](kernel-cycle.png)\n\n{END}\nafter\n")
     page.write_text("nothing\n")
     with pytest.raises(ReplayError, match=r"page\.md: expected a line <!-- figures -->"):
         rewrite(page, rows)

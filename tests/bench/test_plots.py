@@ -21,7 +21,7 @@ def lines(axes):
 
 def test_speedup(rows, figures, tmp_path):
     plots.draw(rows, tmp_path)
-    plain, drafts, other = figures["speedup.png"].axes
+    plain, drafts, other = figures["kernel-speedup.png"].axes
     assert lines(plain) == {
         "gdn-2x16x16g1, t1, w32": [(64, 1.8), (256, 1.8)],
         "mamba2-4x8x16g2, t1, w32": [(64, 1.8)],
@@ -30,13 +30,13 @@ def test_speedup(rows, figures, tmp_path):
     assert lines(drafts) == {"gdn-2x16x16g1, t3of4, w32": [(64, pytest.approx(5.4))]}
     assert lines(other) == {"gdn-2x16x16g1, other precisions": [("fp32+fp8", 1.8)]}
     assert plain.get_ylim() == drafts.get_ylim() == (0, pytest.approx(1.5 * 5.4))
-    assert "GPU 9, 2026-01-02, abc" in figures["speedup.png"].get_suptitle()
+    assert "GPU 9, 2026-01-02, abc" in figures["kernel-speedup.png"].get_suptitle()
 
 
 def test_cycle(rows, figures, tmp_path):
     rows[0] = {**rows[0], "by_step": [9.0, 9.0]}  # the largest batch of a shape is shown
     plots.draw(rows, tmp_path)
-    gdn, mamba = figures["cycle.png"].axes
+    gdn, mamba = figures["kernel-cycle.png"].axes
     assert lines(gdn)["folds staggered"] == [(0, 0.3), (1, 0.31)]
     assert lines(gdn)["all rows fold together"] == [(0, 0.28), (1, 0.32)]
     assert lines(mamba)["conventional"] == [(0, 0.54), (1, 0.54)]
@@ -44,7 +44,7 @@ def test_cycle(rows, figures, tmp_path):
 
 def test_roofline(rows, figures, tmp_path):
     plots.draw(rows, tmp_path)
-    (axes,) = figures["roofline.png"].axes
+    (axes,) = figures["kernel-roofline.png"].axes
     found = lines(axes)
     assert found["mamba2-4x8x16g2, plain"] == [(1000.0, pytest.approx(1e9 / 0.3e-3 / 1e12))]
     assert found["reading alone: 4.5 TB/s"] == [(0, 4.5), (1, 4.5)]
@@ -52,4 +52,4 @@ def test_roofline(rows, figures, tmp_path):
 
 def test_old_rows_have_no_steps_of_a_cycle(rows, figures, tmp_path):
     old = [{k: v for k, v in row.items() if k not in ("by_step", "aligned")} for row in rows]
-    assert [path.name for path in plots.draw(old, tmp_path)] == ["speedup.png", "roofline.png"]
+    assert [path.name for path in plots.draw(old, tmp_path)] == ["kernel-speedup.png", "kernel-roofline.png"]

@@ -53,14 +53,13 @@ def test_rows_are_read_again_chosen_drawn_and_put_on_a_page(cli, measured, tmp_p
     newer = tmp_path / "newer.jsonl"
     newer.write_text(json.dumps({**read(path)[2], "ms": 5.0}) + "\n")
     files = ("--from", str(path), "--from", str(newer))
-    result = cli(
-        "bench", "kernel", *files, "--batch", "128", "--plots", str(tmp_path / "png"), "--page", str(page), "--json"
-    )
+    result = cli("bench", "kernel", *files, "--batch", "128", "--plots", str(tmp_path), "--page", str(page), "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"rows": [{**read(path)[2], "ms": 5.0}]}
     assert page.read_text().count(f"| {SHAPE} | ") == 1
-    drawn = sorted((tmp_path / "png").iterdir())
-    assert [file.name for file in drawn] == ["cycle.png", "roofline.png", "speedup.png"]
+    assert page.read_text().count("](kernel-") == 3
+    drawn = sorted(tmp_path.glob("*.png"))
+    assert [file.name for file in drawn] == ["kernel-cycle.png", "kernel-roofline.png", "kernel-speedup.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in drawn)
     result = cli("bench", "kernel", *files, "--batch", "7")
     assert (result.exit_code, result.stdout) == (2, "")

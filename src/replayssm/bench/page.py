@@ -1,4 +1,4 @@
-"""The table of figures on a page of the docs, made from rows and kept between two comments."""
+"""The figures on a page of the docs: a table made from rows and kept between two comments, and the plots beside it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from replayssm.checks import ReplayError
 
 Row = dict[str, Any]
 BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+# Files that ``plots`` draws.
+PLOTS = {
+    "kernel-speedup.png": "Tokens a second over those of the conventional step",
+    "kernel-cycle.png": "A model step through a cycle",
+    "kernel-roofline.png": "Bytes a second against the ceiling",
+}
 HEAD = (
     "| shape | batch | window | tokens | cycle, ms | step alone | conventional | ratio | of the read ceiling "
     "| slowest step / mean | error of the state (conventional) | commit |\n" + "|---" * 12 + "|\n"
@@ -48,10 +54,11 @@ def _line(row: Row) -> str:
 
 
 def rewrite(page: Path, rows: Sequence[Row]) -> None:
-    """Put the table of ``rows`` between the two comments of a page."""
+    """Put the table of ``rows`` between the two comments of a page, and those of ``PLOTS`` that are in its folder."""
     text = page.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ReplayError(f"{page}: expected a line {BEGIN} and a line {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n{END}{after}", encoding="utf-8")
+    images = "".join(f"![{title}]({name})\n\n" for name, title in PLOTS.items() if (page.parent / name).exists())
+    page.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n{images}{END}{after}", encoding="utf-8")

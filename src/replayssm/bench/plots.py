@@ -53,7 +53,7 @@ def speedup(rows: Sequence[Row], folder: Path) -> Path | None:
             axes.set_xticks(batches, [str(batch) for batch in batches])
     # The panels share their axis; room for the legends is above.
     figure.axes[0].set_ylim(0, 1.5 * max(row["ratio"] * row["accepted"] for row in rows))
-    return _save(figure, folder / "speedup.png")
+    return _save(figure, folder / "kernel-speedup.png")
 
 
 def cycle(rows: Sequence[Row], folder: Path) -> Path | None:
@@ -71,7 +71,7 @@ def cycle(rows: Sequence[Row], folder: Path) -> Path | None:
         axes.set(title=f"{row['shape']}\nbatch {row['batch']}", xlabel="step of the cycle", ylim=(0, None))
         axes.title.set_fontsize(8)
     figure.axes[0].legend(fontsize=7)
-    return _save(figure, folder / "cycle.png")
+    return _save(figure, folder / "kernel-cycle.png")
 
 
 def roofline(rows: Sequence[Row], folder: Path) -> Path | None:
@@ -89,7 +89,7 @@ def roofline(rows: Sequence[Row], folder: Path) -> Path | None:
     axes.set(xlabel="MB that a layer's step has to move, a fold's share included", ylabel="TB/s", ylim=(0, None))
     axes.set_xscale("log")
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    return _save(figure, folder / "roofline.png")
+    return _save(figure, folder / "kernel-roofline.png")
 
 
 def _groups(rows: Sequence[Row], key: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:

@@ -156,16 +156,16 @@ def _measure(run: Run, chosen: list[Case], compile_only: bool) -> list[Row]:
 
 
 def _draw(rows: Sequence[Row], plots: Path | None, page: Path | None) -> None:
-    if page is not None:
-        from replayssm.bench.page import rewrite
-
-        rewrite(page, rows)
-        _note(f"wrote {page}")
     if plots is not None:
         from replayssm.bench.plots import draw
 
         for path in draw(rows, plots):
             _note(f"wrote {path}")
+    if page is not None:
+        from replayssm.bench.page import rewrite
+
+        rewrite(page, rows)
+        _note(f"wrote {page}")
 
 
 def _table(rows: Sequence[Row]) -> Table:
