@@ -13,7 +13,6 @@ from replayssm.engine.binding import unbind
 from replayssm.engine.fuse import fuse
 from replayssm.engine.packed import running
 
-
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 
