@@ -57,6 +57,10 @@ class Inputs(Protocol):
         """Raise ``ReplayError`` unless every tensor fits the layout."""
         ...
 
+    def gates(self, layout: Layout) -> tuple[Tensor | None, Tensor]:
+        """g and β, as ``Lowered`` has them."""
+        ...
+
     def lower(self, layout: Layout) -> Lowered:
         """Apply the gates."""
         ...
@@ -112,7 +116,7 @@ class Mamba2Inputs:
         if self.dt_limit is not None and not (len(self.dt_limit) == 2 and 0 <= self.dt_limit[0] <= self.dt_limit[1]):
             raise ReplayError(f"dt_limit: expected (low, high) with 0 ≤ low ≤ high, got {self.dt_limit!r}")
 
-    def lower(self, layout: Layout) -> Lowered:
+    def gates(self, layout: Layout) -> tuple[Tensor | None, Tensor]:
         """dt = softplus(dt + dt_bias); g = A·dt; β = dt."""
         wide = layout.wide
         dt = self.dt.to(wide)
@@ -121,7 +125,11 @@ class Mamba2Inputs:
         dt = softplus(dt)
         if self.dt_limit is not None:
             dt = dt.clamp(*self.dt_limit)
-        return Lowered(self.C.to(wide), self.B, self.x, self.A.to(wide) * dt, dt, None)
+        return self.A.to(wide) * dt, dt
+
+    def lower(self, layout: Layout) -> Lowered:
+        """Widen C; apply the gates."""
+        return Lowered(self.C.to(layout.wide), self.B, self.x, *self.gates(layout), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,12 +170,15 @@ class GdnInputs:
         _parameters(self, layout, {"A_log": dims.head[1:], "dt_bias": dims.head[1:]})
         _devices(self, device)
 
-    def lower(self, layout: Layout) -> Lowered:
-        """The gates of the class docstring."""
+    def gates(self, layout: Layout) -> tuple[Tensor | None, Tensor]:
+        """Those of the class docstring."""
         wide = layout.wide
         g = -self.A_log.to(wide).exp() * softplus(self.a.to(wide) + self.dt_bias.to(wide))
-        beta = torch.sigmoid(self.b.to(wide)) * (2.0 if self.allow_neg_eigval else 1.0)
-        return _lower_delta(self.q, self.k, self.v, g, beta, layout)
+        return g, torch.sigmoid(self.b.to(wide)) * (2.0 if self.allow_neg_eigval else 1.0)
+
+    def lower(self, layout: Layout) -> Lowered:
+        """Normalise q and k; apply the gates."""
+        return _lower_delta(self.q, self.k, self.v, *self.gates(layout), layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,13 +221,17 @@ class KdaInputs:
         if self.lower_bound is not None and not self.lower_bound < 0:
             raise ReplayError(f"lower_bound: expected a negative number or None, got {self.lower_bound}")
 
-    def lower(self, layout: Layout) -> Lowered:
-        """The gates of the class docstring."""
+    def gates(self, layout: Layout) -> tuple[Tensor | None, Tensor]:
+        """Those of the class docstring."""
         wide = layout.wide
         rate = self.A_log.to(wide).exp()[:, None]
         a = self.a.to(wide) + self.dt_bias.to(wide)
         g = -rate * softplus(a) if self.lower_bound is None else self.lower_bound * torch.sigmoid(rate * a)
-        return _lower_delta(self.q, self.k, self.v, g, torch.sigmoid(self.b.to(wide)), layout)
+        return g, torch.sigmoid(self.b.to(wide))
+
+    def lower(self, layout: Layout) -> Lowered:
+        """Normalise q and k; apply the gates."""
+        return _lower_delta(self.q, self.k, self.v, *self.gates(layout), layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,17 +278,21 @@ class LinearInputs:
             raise ReplayError(f"unit: only the delta rule keeps its keys' scales, and {layout.recurrence.title} adds")
         _devices(self, device)
 
-    def lower(self, layout: Layout) -> Lowered:
-        """Widen, and normalise where ``unit`` says so."""
+    def gates(self, layout: Layout) -> tuple[Tensor | None, Tensor]:
+        """As given; β is 1 where there is none."""
         wide = layout.wide
         beta = self.v.new_ones(self.v.shape[:2], dtype=wide) if self.beta is None else self.beta.to(wide)
-        scale = None
-        if layout.recurrence.update == "delta":
-            scale = self.k.new_ones(self.k.shape[:2], dtype=wide)
-        g = None if self.g is None else self.g.to(wide)
+        return None if self.g is None else self.g.to(wide), beta
+
+    def lower(self, layout: Layout) -> Lowered:
+        """Widen, and normalise where ``unit`` says so."""
+        g, beta = self.gates(layout)
         if self.unit:
             return _lower_delta(self.q, self.k, self.v, g, beta, layout)
-        return Lowered(self.q.to(wide), self.k, self.v, g, beta, scale)
+        scale = None
+        if layout.recurrence.update == "delta":
+            scale = self.k.new_ones(self.k.shape[:2], dtype=layout.wide)
+        return Lowered(self.q.to(layout.wide), self.k, self.v, g, beta, scale)
 
 
 def _lower_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, layout: Layout) -> Lowered:

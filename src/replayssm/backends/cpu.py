@@ -24,7 +24,7 @@ from torch import Tensor
 
 from replayssm.backends.torch import Batch
 from replayssm.formats import Format
-from replayssm.inputs import Inputs
+from replayssm.inputs import GdnInputs, Inputs, KdaInputs, LinearInputs, Mamba2Inputs
 from replayssm.layout import Layout
 
 name = "c"
@@ -32,7 +32,7 @@ name = "c"
 # Numbers of the formats in cpu_formats.h.
 _FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8_e5m2", "int8", "int4", "nvfp4", "bf16x2", "fp16_scaled")
 _ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SOURCES = ("cpu.c", "cpu_formats.h", "cpu_fused.h")
+_SOURCES = ("cpu.c", "cpu_formats.h", "cpu_vector.h", "cpu_layer.h", "cpu_fused.h", "cpu_fold.h")
 # Sums say by themselves that they may be reordered (omp simd); nothing else may, or formats would differ from torch's.
 _FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fno-trapping-math", "-fno-math-errno"]
 # Below this many bytes of state, a second thread costs more than it brings.
@@ -64,11 +64,16 @@ class _Goal(ctypes.Structure):
     _fields_ = (("target", _Stored), ("copy", _Stored), ("places", ctypes.c_void_p), ("keys", ctypes.c_void_p))
 
 
-_TOKENS = ("start", "count", "parents", "q", "k", "g", "beta", "scale", "raw_k", "raw_v", "out")
+_TOKENS = ("start", "count", "parents", "q", "k", "v", "g", "beta", "gate", "rate", "bias", "out")
 
 
 class _Tokens(ctypes.Structure):
-    _fields_ = tuple((n, ctypes.c_void_p) for n in _TOKENS)
+    _fields_ = (
+        *((n, ctypes.c_void_p) for n in _TOKENS),
+        ("bound", ctypes.c_float),
+        ("gate_type", ctypes.c_int32),
+        ("unit", ctypes.c_int32),
+    )
 
 
 @lru_cache(maxsize=1)
@@ -105,10 +110,6 @@ def supports(layout: Layout, layers: list[dict[str, Tensor]]) -> bool:
 
 def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch) -> Tensor:
     """As ``backends.torch.step``."""
-    lowered = inputs.lower(layout)
-    key = lowered.k.to(torch.float32)
-    if lowered.key_scale is not None:
-        key = key * lowered.key_scale[..., None]
     start = batch.tokens[:, 0].contiguous()
     count = torch.full_like(start, batch.tokens.shape[1]) if batch.valid is None else batch.valid.sum(1)
     parents = None
@@ -117,9 +118,7 @@ def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch)
         valid = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.valid is None else batch.valid
         parents[batch.tokens[valid]] = batch.parents[valid]
     out = torch.zeros((inputs.tokens, layout.heads, layout.head_dim), dtype=layout.dtype)
-    held = [start, count, parents, lowered.q, key, lowered.g, lowered.beta, lowered.key_scale, lowered.k, lowered.v]
-    held = [None if x is None else x.contiguous() for x in held]
-    tokens = _Tokens(*(None if x is None else x.data_ptr() for x in held), out.data_ptr())
+    tokens = _tokens(inputs, layout, {"start": start, "count": count, "parents": parents, "out": out})
     record = _record(layer, layout, batch.slots, batch.length, reads=True)
     kernel = _kernel("replay_step")
     _spread(lambda a, b: kernel(ctypes.byref(record), ctypes.byref(tokens), a, b), layout, len(batch.slots))
@@ -169,6 +168,27 @@ def _fold(
     record = _record(layer, layout, slots, length, reads=False)
     kernel = _kernel("replay_fold")
     _spread(lambda a, b: kernel(ctypes.byref(record), ctypes.byref(goal), a, b), layout, len(slots))
+
+
+def _tokens(inputs: Inputs, layout: Layout, batch: dict[str, Tensor | None]) -> _Tokens:
+    """Tokens as the kernels take them: raw, but for gates that are one number a head."""
+    held = dict(batch)
+    if isinstance(inputs, Mamba2Inputs):
+        held |= {"q": inputs.C, "k": inputs.B, "v": inputs.x}
+    else:
+        assert isinstance(inputs, GdnInputs | KdaInputs | LinearInputs)
+        held |= {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    tokens = _Tokens(unit=not isinstance(inputs, Mamba2Inputs) and getattr(inputs, "unit", True))
+    if isinstance(inputs, KdaInputs):
+        held |= {"gate": inputs.a, "rate": inputs.A_log.float().exp(), "bias": inputs.dt_bias.float()}
+        held["beta"] = torch.sigmoid(inputs.b.float())
+        tokens.gate_type, tokens.bound = _ACTIVATIONS[inputs.a.dtype], inputs.lower_bound or 0
+    else:
+        held["g"], held["beta"] = inputs.gates(layout)
+    tokens.held = {name: x.contiguous() for name, x in held.items() if x is not None}  # alive as long as the record
+    for name, x in tokens.held.items():
+        setattr(tokens, name, x.data_ptr())
+    return tokens
 
 
 def _record(layer: dict[str, Tensor], layout: Layout, slots: Tensor, length: Tensor, reads: bool) -> _Layer:

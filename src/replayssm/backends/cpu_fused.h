@@ -2,10 +2,6 @@
    way through a block of float32 rows (read_state) costs more than the memory does. */
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#include <immintrin.h>
-
-enum { LANES = 16 };
-typedef __m512 Vector;
 
 /* Sixteen elements from 16 bytes of levels (integers). */
 static inline Vector of_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
@@ -71,6 +67,26 @@ static inline __attribute__((always_inline)) void fused_rows(float *out, const H
     }
 }
 
+/* The same for float32, row after row: one stream of addresses, which the hardware sees and fetches ahead of. */
+static inline __attribute__((always_inline)) void fused_floats(float *out, const float *s, const float *x, int64_t P,
+                                                               int64_t K, int two) {
+    for (int64_t p = 0; p < P; p += 4, s += 4 * K) {
+        Vector a[4], b[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            __asm__ volatile("" ::: "memory");
+            a[r] = b[r] = all(0);
+            for (int64_t c = 0; c < K; c += LANES) {
+                Vector own = get(s + r * K + c);
+                a[r] = madd(own, get(x + c), a[r]);
+                if (two) b[r] = madd(own, get(x + K + c), b[r]);
+            }
+        }
+        _mm_storeu_ps(out + p, sums_of(a[0], a[1], a[2], a[3]));
+        if (two) _mm_storeu_ps(out + P + p, sums_of(b[0], b[1], b[2], b[3]));
+    }
+}
+
 /* The same over four-bit codes: a byte has an element of the row's first half and one of its second half. */
 static inline __attribute__((always_inline)) void fused_blocks(float *out, const Head *h, const float *x, int64_t P,
                                                                int64_t K, int type, int two, float *scales) {
@@ -100,11 +116,18 @@ static inline __attribute__((always_inline)) void fused_blocks(float *out, const
     }
 }
 
-/* 1 where it computed out[n, p], 0 where it leaves that to others: other sizes, and float32, which is as fast as the
-   memory without it (and was slower with it). ``scratch`` has room for four rows' scales. */
+/* 1 where it computed out[n, p], 0 where it leaves that to others: other sizes. ``scratch`` has room for four rows' scales. */
 static int read_fused(float *out, const Head *h, const float *x, int64_t count, int64_t P, int64_t K, float *scratch) {
-    if (h->type == F32 || count < 1 || count > 2 || P % 4 || K % (block_scaled(h->type) ? 2 * LANES : LANES)) return 0;
+    if (count < 1 || count > 2 || P % 4 || K % (block_scaled(h->type) ? 2 * LANES : LANES)) return 0;
     switch (h->type) {
+    case F32:
+        if (count == 2 && K == 128)
+            fused_floats(out, (const float *)h->codes, x, P, 128, 1);
+        else if (K == 128)
+            fused_floats(out, (const float *)h->codes, x, P, 128, 0);
+        else
+            fused_floats(out, (const float *)h->codes, x, P, K, count == 2);
+        break;
 #define CASE(TYPE, CALL)                                                                                               \
     case TYPE:                                                                                                         \
         if (count == 2)                                                                                                \
@@ -129,3 +152,37 @@ static int read_fused(float *out, const Head *h, const float *x, int64_t count, 
     return 0;
 }
 #endif
+
+enum { BLOCK = 4 };  /* rows of the state together: independent sums hide the latency of the additions */
+enum { AHEAD = 4096 }; /* bytes of the state to ask for in advance: four rows at once confuse the hardware's guess */
+
+static inline void prefetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+/* Floats of scratch that read_state needs. */
+static inline int64_t read_line(int64_t width) { return BLOCK * width + 32; }
+
+/* out[n, p] = <S_p, x_n> for N probes of whole vectors, over one head's state. Row scales are applied to the sums. */
+static void read_state(float *out, const Head *h, const float *probes, int64_t count, int64_t P, int64_t K,
+                       float *scratch) {
+    if (read_fused(out, h, probes, count, P, K, scratch)) return;
+    int64_t bytes = size_of(h->type, K), width = whole_vectors(K);
+    for (int64_t p = 0; p < P; p += BLOCK) {
+        int64_t rows = P - p < BLOCK ? P - p : BLOCK;
+        const float *block = (const float *)(h->codes + p * bytes);
+        prefetch(h->codes + p * bytes + AHEAD, rows * bytes);
+        if (h->type != F32) {
+            load_codes(scratch, h, p, rows, K);
+            block = scratch;
+        }
+        for (int64_t n = 0; n < count; n++)
+            for (int64_t r = 0; r < rows; r++) {
+                const float *restrict s = block + r * K, *restrict x = probes + n * width;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t c = 0; c < K; c++) sum = MADD(s[c], x[c], sum);
+                out[n * P + p + r] = sum * row_scale(h, p + r);
+            }
+    }
+}
