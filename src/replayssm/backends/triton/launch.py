@@ -204,12 +204,16 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
         rows = max(16, rows // 2)
         return Tile(max(rows, least_rows), columns, min(16, max(1, max(rows, least_rows) // 8)), programs=4)
     if layout.max_draft > 1:
-        return Tile(rows * more, columns, min(16, 4 * more), stages=3)
+        # Fewer than 32 rows repeat what a head costs too often, even where a tile is then left half empty.
+        wide = layout.recurrence.decay == "channel" and layout.max_draft > 4
+        height = max(rows * more, min(32, triton.next_power_of_2(layout.head_dim)))
+        return Tile(height, columns, min(16, (8 if wide else 4) * more), stages=1 if wide else 3)
     read = layout.precision.read_format or layout.precision.checkpoint_format
     if not formats.is_plain(read.name):
         width = max(16, min(64, triton.next_power_of_2(formats.plane(read.name, layout.state_dim))))
-        rows = max(least_rows, min(rows, 32))
-        return Tile(rows, width, min(16, max(1, rows // 8)), programs=4, registers=128)
+        if least_rows > 1:
+            return Tile(least_rows, width, min(16, max(1, least_rows // 8)), programs=4, registers=128)
+        return Tile(32, width, 1, programs=8)
     width = min(32, columns)
     if least_rows > 1:
         return Tile(least_rows, width, max(1, least_rows // 16), programs=2, registers=128, stages=1)
