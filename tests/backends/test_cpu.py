@@ -10,7 +10,19 @@ import sys
 import pytest
 import torch
 
-from replayssm import GDN, KDA, MAMBA2, Layout, LinearInputs, Precision, Recurrence, ReplayCache, Rows, step
+from replayssm import (
+    GDN,
+    KDA,
+    MAMBA2,
+    Layout,
+    LinearInputs,
+    Precision,
+    Recurrence,
+    ReplayCache,
+    ReplayError,
+    Rows,
+    step,
+)
 from replayssm.backends import cpu
 from replayssm.backends import torch as plain
 
@@ -194,3 +206,20 @@ def test_without_a_compiler_torch_does_the_same(monkeypatch: pytest.MonkeyPatch,
 def test_float64_goes_to_torch() -> None:
     layout = Layout(GDN, 1, 1, 4, 4, dtype=torch.float64, precision=Precision(checkpoint=torch.float64))
     assert ReplayCache.allocate(layout, layers=1, slots=1).backend is plain
+
+
+def test_inputs_of_an_unknown_class_say_what_is_taken() -> None:
+    class Foreign:
+        """Has what the protocol asks for and is none of the four classes."""
+
+        def __init__(self, inner: LinearInputs) -> None:
+            self.inner, self.tokens = inner, inner.tokens
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
+    layout = Layout(MAMBA2, 2, 1, 16, 16, window=4)
+    inputs = lowered(layout, 1)
+    cache = ReplayCache.allocate(layout, 1, 1)
+    with pytest.raises(ReplayError, match=r"CPU kernels take .* got Foreign"):
+        step(cache[0], Foreign(inputs), Rows.decode([0]))  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from replayssm.backends.torch import Batch
+from replayssm.checks import ReplayError
 from replayssm.formats import Format
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, LinearInputs, Mamba2Inputs
 from replayssm.layout import Layout
@@ -175,9 +176,13 @@ def _tokens(inputs: Inputs, layout: Layout, batch: dict[str, Tensor | None]) -> 
     held = dict(batch)
     if isinstance(inputs, Mamba2Inputs):
         held |= {"q": inputs.C, "k": inputs.B, "v": inputs.x}
-    else:
-        assert isinstance(inputs, GdnInputs | KdaInputs | LinearInputs)
+    elif isinstance(inputs, GdnInputs | KdaInputs | LinearInputs):
         held |= {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    else:
+        raise ReplayError(
+            f"inputs: the CPU kernels take Mamba2Inputs, GdnInputs, KdaInputs and LinearInputs, got "
+            f"{type(inputs).__name__}; give what it lowers to as LinearInputs"
+        )
     tokens = _Tokens(unit=not isinstance(inputs, Mamba2Inputs) and getattr(inputs, "unit", True))
     if isinstance(inputs, KdaInputs):
         held |= {"gate": inputs.a, "rate": inputs.A_log.float().exp(), "bias": inputs.dt_bias.float()}
