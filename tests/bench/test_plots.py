@@ -42,6 +42,14 @@ def test_cycle(rows, figures, tmp_path):
     assert lines(mamba)["conventional"] == [(0, 0.54), (1, 0.54)]
 
 
+def test_no_fold_of_a_cycle_is_cut_off(rows, figures, tmp_path):
+    plots.draw([{**row, "aligned": [0.3, 5.0]} if "mamba2" in row["shape"] else row for row in rows], tmp_path)
+    gdn, mamba = figures["kernel-cycle.png"].axes
+    assert gdn.get_ylim() == mamba.get_ylim()
+    assert mamba.get_ylim()[0] == 0
+    assert mamba.get_ylim()[1] > 5
+
+
 def test_roofline(rows, figures, tmp_path):
     plots.draw(rows, tmp_path)
     (axes,) = figures["kernel-roofline.png"].axes

@@ -68,9 +68,10 @@ def cycle(rows: Sequence[Row], folder: Path) -> Path | None:
         axes.plot(row["by_step"], label="folds staggered", **style)
         axes.plot(row["aligned"], label="all rows fold together", **_style(row, marker=".", linestyle="--", alpha=0.6))
         axes.axhline(row["ms_conventional"], color="black", linewidth=0.8, linestyle=":", label="conventional")
-        axes.set(title=f"{row['shape']}\nbatch {row['batch']}", xlabel="step of the cycle", ylim=(0, None))
+        axes.set(title=f"{row['shape']}\nbatch {row['batch']}", xlabel="step of the cycle")
         axes.title.set_fontsize(8)
     figure.axes[0].legend(fontsize=7)
+    figure.axes[0].set_ylim(0)  # of all panels; set with the first one, it would cut the others' folds off
     return _save(figure, folder / "kernel-cycle.png")
 
 
