@@ -287,6 +287,24 @@ static void append(const Space *s, const Layer *l, const Tokens *t, int64_t slot
     if (l->key_scale.data) *(float *)entry(&l->key_scale, slot, group * W + place, 1, F32) = s->norms[i];
 }
 
+/* Ask for what a head's step reads beside the state: short pieces, which the hardware would not foresee. In the second
+   level, since the state that is read before would drive them out of the first. (Inline, as compilers drop calls of
+   functions that only ask.) */
+static inline __attribute__((always_inline)) void expect_head(const Layer *l, int64_t slot, int64_t head,
+                                                              int64_t entries) {
+    int64_t first = head * l->window, P = l->head_dim, K = l->state_dim, group = head / (l->heads / l->groups);
+    int type = l->activation_type;
+    if (l->delta)
+        prefetch(entry(&l->written, slot, first, P, l->written_type), size_of(l->written_type, entries * P));
+    else
+        prefetch(entry(&l->value, slot, first, P, type), size_of(type, entries * P));
+    prefetch(entry(&l->weight, slot, first, 1, F32), 1);
+    if (l->decay.data && !l->channel) prefetch(entry(&l->decay, slot, first, 1, F32), 1);
+    if (l->channel) prefetch(entry(&l->decay, slot, first, K, F32), size_of(F32, entries * K));
+    if (head % (l->heads / l->groups) == 0)
+        prefetch(entry(&l->key, slot, group * l->window, K, type), size_of(type, entries * K));
+}
+
 static void step_head(const Space *s, const Layer *l, const Tokens *t, int64_t row, int64_t head) {
     int64_t P = l->head_dim, width = whole_vectors(l->state_dim), slot = l->slots[row], entries = l->length[row];
     int64_t start = t->start[row], count = t->count[row], probes = l->delta ? 2 * count : count;
@@ -337,7 +355,11 @@ int replay_step(const Layer *l, const Tokens *t, int64_t first, int64_t last) {
         for (int64_t n = 0; !l->channel && n < probes; n++)
             for (int64_t j = 0; j < entries; j++)
                 s.plain[n * entries + j] = dot(s.keys + j * width, s.probes + n * width, width);
-        for (int64_t r = 0; r < repeat; r++) step_head(&s, l, t, row, group * repeat + r);
+        for (int64_t r = 0; r < repeat; r++) {
+            int64_t head = group * repeat + r, after = head + 1 < l->heads ? row : row + 1;
+            if (after * G < last) expect_head(l, l->slots[after], (head + 1) % l->heads, l->length[after]);
+            step_head(&s, l, t, row, head);
+        }
     }
     free(memory);
     return 0;

@@ -153,11 +153,11 @@ static int read_fused(float *out, const Head *h, const float *x, int64_t count, 
 }
 #endif
 
-enum { BLOCK = 4 };  /* rows of the state together: independent sums hide the latency of the additions */
-enum { AHEAD = 4096 }; /* bytes of the state to ask for in advance: four rows at once confuse the hardware's guess */
+enum { BLOCK = 4 }; /* rows of the state together */
 
-static inline void prefetch(const char *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+/* Ask the second-level cache for so many bytes. */
+static inline __attribute__((always_inline)) void prefetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 /* Floats of scratch that read_state needs. */
@@ -171,7 +171,7 @@ static void read_state(float *out, const Head *h, const float *probes, int64_t c
     for (int64_t p = 0; p < P; p += BLOCK) {
         int64_t rows = P - p < BLOCK ? P - p : BLOCK;
         const float *block = (const float *)(h->codes + p * bytes);
-        prefetch(h->codes + p * bytes + AHEAD, rows * bytes);
+        prefetch(h->codes + p * bytes + 4096, rows * bytes);
         if (h->type != F32) {
             load_codes(scratch, h, p, rows, K);
             block = scratch;
