@@ -77,8 +77,10 @@ static void pair_channels(Chunk *chunk, const float *keys, const float *decays, 
 static inline Vector read_rows(const float *rows, const float *x, int64_t width) {
     Vector sums[ROWS];
     for (int r = 0; r < ROWS; r++) sums[r] = all(0);
-    for (int64_t c = 0; c < width; c += LANES)
-        for (int r = 0; r < ROWS; r++) sums[r] = madd(get(rows + r * width + c), get(x + c), sums[r]);
+    for (int64_t c = 0; c < width; c += LANES) {
+        Vector own = kept(get(x + c));
+        for (int r = 0; r < ROWS; r++) sums[r] = madd(get(rows + r * width + c), own, sums[r]);
+    }
     return sums_of_rows(sums);
 }
 
@@ -88,10 +90,14 @@ static inline __attribute__((always_inline)) void add_tile(float *to, const floa
                                                            const int vectors) {
     Vector s[4][4];
     for (int v = 0; v < vectors; v++)
-        for (int r = 0; r < 4; r++) s[r][v] = get(from + r * width + c + v * LANES) * get(chunk->total + c + v * LANES);
+        for (int r = 0; r < 4; r++) {
+            const float *own = from + r * width + c + v * LANES;
+            __builtin_prefetch(own + ROWS * width, 0, 2); /* of the next sixteen rows */
+            s[r][v] = get(own) * get(chunk->total + c + v * LANES);
+        }
     for (int64_t j = 0; j < chunk->n; j++)
         for (int v = 0; v < vectors; v++) {
-            Vector k = get(chunk->keys + j * width + c + v * LANES);
+            Vector k = kept(get(chunk->keys + j * width + c + v * LANES));
             for (int r = 0; r < 4; r++) s[r][v] = madd(all(u[j][r]), k, s[r][v]);
         }
     for (int v = 0; v < vectors; v++)
@@ -195,7 +201,7 @@ static void fold_head(const Folding *f, const Layer *l, const Goal *goal, int64_
         int direct = state.type == F32 && K == width && rows == ROWS && count;
         const float *from = direct ? (const float *)state.codes + p * K : f->block;
         float *to = direct ? out + p * K : f->block;
-        prefetch(state.codes + (p + ROWS) * bytes, ROWS * bytes);
+        if (!direct) prefetch(state.codes + (p + ROWS) * bytes, ROWS * bytes);
         if (!direct) load_block(f->block, &state, p, rows, K);
         for (int64_t i = 0; i < count; i++, from = to)
             advance_rows(to, from, (const Chunk *)f->chunks + i, p, P, width, l->delta);
