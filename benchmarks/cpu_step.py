@@ -4,7 +4,8 @@
 
 Both sides do the same decode, one token a row: the conventional step reads and rewrites the float32 state; replay reads
 the checkpoint or its read copy, appends, commits and folds. A run covers whole windows, folds included, with staggered
-phases, so that each step carries its share of them. The two are timed in turns, because the machine's speed drifts.
+phases, so that each step carries its share of them. The two are timed in turns, because the machine's speed drifts,
+and both states are on large pages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from replayssm import GDN, KDA, MAMBA2, GdnInputs, KdaInputs, Layout, Mamba2Inputs, Precision, ReplayCache, Rows, step
+from replayssm.backends.cpu import large_pages
 from replayssm.inputs import Inputs
 
 SHAPES = {
@@ -78,7 +80,7 @@ def measure(
     layout = replace(SHAPES[name], window=window, precision=Precision.preset(precision))
     state_bytes = prod(layout.state_shape) * 4
     rows_n = max(1, int(gib * 2**30 / state_bytes))
-    state = torch.randn(rows_n, layout.heads, layout.head_dim, layout.state_dim) * 0.1
+    state = large_pages(torch.empty(rows_n, *layout.state_shape)).normal_().mul_(0.1)
     cache = ReplayCache.allocate(layout, layers=1, slots=rows_n)
     cache.load(0, range(rows_n), state, phase=range(rows_n))
     rows, ones = Rows.decode(range(rows_n)), [1] * rows_n

@@ -96,11 +96,14 @@ class ReplayCache:
         checks.integer("slots", slots, 1)
         with torch.inference_mode(False):
             whole = {
-                name: (torch.empty if spec.entries else torch.zeros)(
-                    (layers, slots, *spec.shape), dtype=spec.dtype, device=device
+                name: backends.cpu.large_pages(
+                    torch.empty((layers, slots, *spec.shape), dtype=spec.dtype, device=device)
                 )
                 for name, spec in layout.tensors.items()
             }
+            for name, spec in layout.tensors.items():
+                if not spec.entries:
+                    whole[name].zero_()
         return cls(layout, [{name: t[i] for name, t in whole.items()} for i in range(layers)], slots, seed)
 
     @classmethod

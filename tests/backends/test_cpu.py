@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,3 +224,19 @@ def test_inputs_of_an_unknown_class_say_what_is_taken() -> None:
     cache = ReplayCache.allocate(layout, 1, 1)
     with pytest.raises(ReplayError, match=r"CPU kernels take .* got Foreign"):
         step(cache[0], Foreign(inputs), Rows.decode([0]))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages to ask for")
+def test_large_pages_are_advice_on_what_the_tensor_owns() -> None:
+    small, large = torch.empty(5), torch.empty(3 << 20)
+    assert cpu.large_pages(small) is small
+    assert cpu.large_pages(large) is large
+    assert cpu.large_pages(torch.empty(3 << 20, device="meta")).device.type == "meta"
+    flags = [line.split() for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags")]
+    assert any("hg" in line for line in flags)
+
+
+def test_a_new_cache_holds_zeros() -> None:
+    torch.full((16, 8, 64, 128), 7.0)  # memory that an allocation may get again
+    cache = ReplayCache.allocate(Layout(GDN, 8, 4, 64, 128, dtype=torch.float32), layers=1, slots=16)
+    assert not cache.materialise(0, range(16)).any()
