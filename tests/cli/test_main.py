@@ -51,6 +51,10 @@ def test_usage_errors(cli, arguments, message):
 )
 def test_a_missing_package_is_named(monkeypatch, capsys, hybrid, package, arguments, extra):
     for name in [name for name in sys.modules if name.partition(".")[0] in (package, "replayssm") and "cli" in name]:
+        parent, _, child = name.rpartition(".")
+        if parent in sys.modules and hasattr(sys.modules[parent], child):
+            # Importing it again sets the parent's attribute; afterwards both are to be the old module.
+            monkeypatch.setattr(sys.modules[parent], child, getattr(sys.modules[parent], child))
         monkeypatch.delitem(sys.modules, name)
     real = builtins.__import__
 

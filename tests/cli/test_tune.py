@@ -1,5 +1,6 @@
 """`replayssm tune` with a stopwatch that is a formula: what it searches, writes, and what the library then reads."""
 
+import importlib
 import json
 
 import pytest
@@ -22,7 +23,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: GPU)
-    monkeypatch.setattr("replayssm.cli.tune.measure_replay", measure)
+    monkeypatch.setattr(importlib.import_module("replayssm.cli.tune"), "measure_replay", measure)
     monkeypatch.delenv("REPLAYSSM_TILES", raising=False)
     launch.tile_table.cache_clear()
     yield
