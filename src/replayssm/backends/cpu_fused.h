@@ -6,7 +6,7 @@
 /* Sixteen elements from 16 bytes of levels (integers). */
 static inline Vector of_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 
-/* Elements c… of a row without block scales. An fp8 code read as a half is 2^8 too small: see ``fused_scale``. */
+/* Elements c… of a row without block scales. An fp8 code read as a half is 2^8 too small. */
 static inline __attribute__((always_inline)) Vector take(const char *row, int64_t c, int type) {
     if (type == INT8) return of_bytes(_mm_loadu_si128((const __m128i *)(row + c)));
     if (type == FP8) {
@@ -20,8 +20,6 @@ static inline __attribute__((always_inline)) Vector take(const char *row, int64_
     if (type == F16) return _mm512_cvtph_ps(half);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
-
-static inline float fused_scale(const Head *h, int64_t p) { return row_scale(h, p) * (h->type == FP8 ? 256 : 1); }
 
 /* Twice the level of each four-bit code. */
 static inline __m128i levels_of(int type) {
@@ -52,18 +50,17 @@ static inline __attribute__((always_inline)) void fused_rows(float *out, const H
         /* Long rows are left to the hardware's own guess: asking as well made them slower. */
         for (int64_t i = 0; bytes < 256 && i < 4 * bytes; i += 64) __builtin_prefetch(row + 4096 + i);
         for (int64_t c = 0; c < K; c += LANES) {
-            Vector x0 = _mm512_loadu_ps(x + c), x1 = two ? _mm512_loadu_ps(x + K + c) : x0;
+            Vector x0 = kept(get(x + c)), x1 = two ? kept(get(x + K + c)) : x0;
             for (int r = 0; r < 4; r++) {
                 Vector s = take(row + r * bytes, c, type);
                 a[r] = _mm512_fmadd_ps(s, x0, a[r]);
                 if (two) b[r] = _mm512_fmadd_ps(s, x1, b[r]);
             }
         }
-        _mm_storeu_ps(out + p, sums_of(a[0], a[1], a[2], a[3]));
-        if (two) _mm_storeu_ps(out + P + p, sums_of(b[0], b[1], b[2], b[3]));
-        if (row_scaled(type))
-            for (int n = 0; n <= two; n++)
-                for (int r = 0; r < 4; r++) out[n * P + p + r] *= fused_scale(h, p + r);
+        __m128 scale = row_scaled(type) ? _mm_loadu_ps((const float *)h->scale + p) : _mm_set1_ps(1);
+        if (type == FP8) scale = _mm_mul_ps(scale, _mm_set1_ps(256)); /* see ``take`` */
+        _mm_storeu_ps(out + p, _mm_mul_ps(sums_of(a[0], a[1], a[2], a[3]), scale));
+        if (two) _mm_storeu_ps(out + P + p, _mm_mul_ps(sums_of(b[0], b[1], b[2], b[3]), scale));
     }
 }
 
@@ -99,8 +96,8 @@ static inline __attribute__((always_inline)) void fused_blocks(float *out, const
         for (int64_t i = 0; i < 4 * half; i += 64) __builtin_prefetch(row + 4096 + i);
         for (int64_t j = 0; j < 4 * blocks; j++) scales[j] = 0.5f * block_scale(scale[j], *h->head);
         for (int64_t c = 0; c < half; c += LANES) {
-            Vector x0 = _mm512_loadu_ps(x + c), y0 = _mm512_loadu_ps(x + half + c);
-            Vector x1 = two ? _mm512_loadu_ps(x + K + c) : x0, y1 = two ? _mm512_loadu_ps(x + K + half + c) : y0;
+            Vector x0 = kept(get(x + c)), y0 = kept(get(x + half + c));
+            Vector x1 = two ? kept(get(x + K + c)) : x0, y1 = two ? kept(get(x + K + half + c)) : y0;
             for (int r = 0; r < 4; r++) {
                 __m128i codes = _mm_loadu_si128((const __m128i *)(row + r * half + c));
                 __m128i low = _mm_and_si128(codes, mask), high = _mm_and_si128(_mm_srli_epi16(codes, 4), mask);
