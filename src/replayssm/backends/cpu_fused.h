@@ -1,6 +1,8 @@
 /* A head's state times one or two probes, decoded in registers: for plain decode on processors with AVX-512, where the
    way through a block of float32 rows (read_state) costs more than the memory does. */
 
+enum { PAGE = 4096 }; /* bytes */
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
 /* Sixteen elements from 16 bytes of levels (integers). */
@@ -48,7 +50,7 @@ static inline __attribute__((always_inline)) void fused_rows(float *out, const H
         Vector a[4], b[4];
         for (int r = 0; r < 4; r++) a[r] = b[r] = _mm512_setzero_ps();
         /* Long rows are left to the hardware's own guess: asking as well made them slower. */
-        for (int64_t i = 0; bytes < 256 && i < 4 * bytes; i += 64) __builtin_prefetch(row + 4096 + i);
+        for (int64_t i = 0; bytes < 256 && i < 4 * bytes; i += 64) __builtin_prefetch(row + PAGE + i);
         for (int64_t c = 0; c < K; c += LANES) {
             Vector x0 = kept(get(x + c)), x1 = two ? kept(get(x + K + c)) : x0;
             for (int r = 0; r < 4; r++) {
@@ -64,7 +66,8 @@ static inline __attribute__((always_inline)) void fused_rows(float *out, const H
     }
 }
 
-/* The same for float32, row after row: one stream of addresses, which the hardware sees and fetches ahead of. */
+/* The same for float32, row after row: one stream of addresses, which the hardware sees and fetches ahead of. It does not
+   look beyond a page, so the second-level cache is asked for the same line of the next one. */
 static inline __attribute__((always_inline)) void fused_floats(float *out, const float *s, const float *x, int64_t P,
                                                                int64_t K, int two) {
     for (int64_t p = 0; p < P; p += 4, s += 4 * K) {
@@ -74,6 +77,7 @@ static inline __attribute__((always_inline)) void fused_floats(float *out, const
             __asm__ volatile("" ::: "memory");
             a[r] = b[r] = all(0);
             for (int64_t c = 0; c < K; c += LANES) {
+                __builtin_prefetch((const char *)(s + r * K + c) + PAGE, 0, 2);
                 Vector own = get(s + r * K + c);
                 a[r] = madd(own, get(x + c), a[r]);
                 if (two) b[r] = madd(own, get(x + K + c), b[r]);
@@ -93,7 +97,7 @@ static inline __attribute__((always_inline)) void fused_blocks(float *out, const
         const uint8_t *row = (const uint8_t *)h->codes + p * half, *scale = (const uint8_t *)h->scale + p * blocks;
         Vector a[4], b[4];
         for (int r = 0; r < 4; r++) a[r] = b[r] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < 4 * half; i += 64) __builtin_prefetch(row + 4096 + i);
+        for (int64_t i = 0; i < 4 * half; i += 64) __builtin_prefetch(row + PAGE + i);
         for (int64_t j = 0; j < 4 * blocks; j++) scales[j] = 0.5f * block_scale(scale[j], *h->head);
         for (int64_t c = 0; c < half; c += LANES) {
             Vector x0 = kept(get(x + c)), y0 = kept(get(x + half + c));
@@ -168,7 +172,7 @@ static void read_state(float *out, const Head *h, const float *probes, int64_t c
     for (int64_t p = 0; p < P; p += BLOCK) {
         int64_t rows = P - p < BLOCK ? P - p : BLOCK;
         const float *block = (const float *)(h->codes + p * bytes);
-        prefetch(h->codes + p * bytes + 4096, rows * bytes);
+        prefetch(h->codes + p * bytes + PAGE, rows * bytes);
         if (h->type != F32) {
             load_codes(scratch, h, p, rows, K);
             block = scratch;
