@@ -132,7 +132,8 @@ def step(layer: dict[str, Tensor], layout: Layout, inputs: Inputs, batch: Batch)
         parents = torch.full((inputs.tokens,), -1, dtype=torch.int64)
         valid = torch.ones_like(batch.tokens, dtype=torch.bool) if batch.valid is None else batch.valid
         parents[batch.tokens[valid]] = batch.parents[valid]
-    out = torch.zeros((inputs.tokens, layout.heads, layout.head_dim), dtype=layout.dtype)
+    make = torch.empty if int(count.sum()) == inputs.tokens else torch.zeros  # what no row owns is zero
+    out = make((inputs.tokens, layout.heads, layout.head_dim), dtype=layout.dtype)
     tokens = _tokens(inputs, layout, {"start": start, "count": count, "parents": parents, "out": out})
     record = _record(layer, layout, batch.slots, batch.length, reads=True)
     kernel = _kernel("replay_step")
