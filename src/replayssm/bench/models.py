@@ -46,7 +46,8 @@ MODELS = {
                 "full_attn_layers": [],
             },
         },
-        "the 20 KDA layers of Kimi-Linear-48B, without its 7 MLA layers and with dense MLPs in place of experts",
+        "the 20 KDA layers of Kimi-Linear-48B without its 7 MLA layers; every MLP is its dense one, as wide as the "
+        "nine experts that a token takes",
     ),
     "falcon-h1-7b": Published(
         "falcon-h1-34b",

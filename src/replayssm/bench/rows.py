@@ -28,12 +28,13 @@ def provenance(device: str, commit: str = "") -> Row:
         else f"{_processor()}, {torch.get_num_threads()} threads",
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "commit": commit or _commit(),
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -82,7 +82,9 @@ class Steady:
         """Allocate and fill. Raises ReplayError or torch.OutOfMemoryError where that does not fit."""
         self.work, self.model = work, model
         allocate = SnapshotCache.allocate if way == "conventional" else ReplayCache.allocate
-        settings = settings_of(work.window, work.draft, Precision.preset(work.precision))
+        # What the runner expects of the memory: conventional layers have no window.
+        window = work.draft if way == "conventional" else work.window
+        settings = settings_of(window, work.draft, Precision.preset(work.precision))
         self.runner = Runner(model, work.batch, None, work.context + ROOM, settings, allocate=allocate)
         self.tiles: list[Any] = []
         try:

@@ -18,7 +18,8 @@ from torch import nn
 from replayssm.bench.models import build, raw_config
 from replayssm.bench.rows import Row
 from replayssm.bench.steady import ROOM, Steady, Way, Work, by_cycle
-from replayssm.bench.timing import Setup
+from replayssm.bench.timing import Setup, free
+from replayssm.checks import ReplayError
 from replayssm.engine import Engine, Params
 from replayssm.layout import Precision
 
@@ -47,22 +48,27 @@ class Bench:
 
     def decode(self, work: Work, cycles: int = 5, host: bool = False) -> Row:
         """A plain decode step both ways, and through ``Engine.step`` on the wall clock if ``host``."""
-        conventional = self._usual(work, cycles)
-        row = self._row(work, self._measure("replay", work, cycles), conventional)
+        parts = {"replay": self._measure("replay", work, cycles), "conventional": self._usual(work, cycles)}
         if host:
-            row["ms_engine"] = engine_ms(self.model, work)
+            parts["engine"] = self._tried("engine", work, lambda: {"ms": engine_ms(self.model, work)})
+        row = self._row(work, parts)
+        if host:
+            row["ms_engine"] = parts["engine"].get("ms")
         return row
 
     def spec(self, work: Work, cycles: int = 5) -> Row:
         """A verify step both ways, and plain conventional decode beside it; tokens a second of all three."""
-        usual = self._usual(work, cycles)
-        plain = self._usual(replace(work, draft=1, schedule=(1,)), cycles)
-        replay = self._measure("replay", work, cycles)
-        row = self._row(work, replay, usual)
-        row["ms_plain"] = plain.get("ms")
-        row["tokens_per_second"] = work.batch * work.accepted / replay["ms"] * 1e3
-        if plain.get("ms") and self.device == "cuda":
-            row["ratio_plain"] = plain["ms"] * work.accepted / replay["ms"]
+        parts = {
+            "conventional": self._usual(work, cycles),
+            "plain": self._usual(replace(work, draft=1, schedule=(1,)), cycles),
+            "replay": self._measure("replay", work, cycles),
+        }
+        row = self._row(work, parts)
+        ms, plain = row["ms"], parts["plain"].get("ms")
+        row["ms_plain"] = plain
+        row["tokens_per_second"] = work.batch * work.accepted / ms * 1e3 if ms else None
+        if ms and plain and self.device == "cuda":
+            row["ratio_plain"] = plain * work.accepted / ms
         return row
 
     def _usual(self, work: Work, cycles: int) -> Row:
@@ -73,33 +79,40 @@ class Bench:
         return self._conventional[work]
 
     def _measure(self, way: Way, work: Work, cycles: int) -> Row:
-        begin = time.perf_counter()
-        steady = None
-        try:
+        def measured() -> Row:
             steady = Steady(self.model, way, work)
-            if way == "conventional":
-                steady.tune(Setup(self.device, budget_ms=30.0))
-            times = steady.times(cycles)
-            row: Row = {
-                "fits": True,
-                "ms": statistics.median(by_cycle(times, work.cycle)),
-                "slowest": max(times),
-                "recurrent_bytes": steady.recurrent_bytes,
-                "key_bytes": steady.key_bytes,
-                "tiles": steady.tiles,
-            }
-        except torch.OutOfMemoryError as problem:
-            if way == "replay":
-                raise
-            self.note(f"  conventional, {work.draft} a step, does not fit: {str(problem).splitlines()[0][:120]}")
-            return {"fits": False}
-        finally:
-            if steady is not None:
+            try:
+                if way == "conventional":
+                    steady.tune(Setup(self.device, budget_ms=30.0))
+                times = steady.times(cycles)
+                return {
+                    "ms": statistics.median(by_cycle(times, work.cycle)),
+                    "slowest": max(times),
+                    "recurrent_bytes": steady.recurrent_bytes,
+                    "key_bytes": steady.key_bytes,
+                    "tiles": steady.tiles,
+                }
+            finally:
                 steady.close()
-        self.note(f"  {way}, {work.draft} a step: {row['ms']:.3f} ms ({time.perf_counter() - begin:.0f} s)")
+
+        return self._tried(way, work, measured)
+
+    def _tried(self, what: str, work: Work, measure: Callable[[], Row]) -> Row:
+        """What ``measure`` finds; or {"problem": why there is nothing}: what else a row says stays worth having."""
+        begin = time.perf_counter()
+        try:
+            row = measure()
+        except Exception as problem:
+            row = {"problem": in_words(problem)}
+        if "problem" in row:
+            free()  # only now: the exception held on to what was allocated
+            self.note(f"  {what}, {work.draft} a step: {row['problem']}")
+        else:
+            self.note(f"  {what}, {work.draft} a step: {row['ms']:.3f} ms ({time.perf_counter() - begin:.0f} s)")
         return row
 
-    def _row(self, work: Work, replay: Row, conventional: Row) -> Row:
+    def _row(self, work: Work, parts: dict[str, Row]) -> Row:
+        replay, conventional = parts["replay"], parts["conventional"]
         row: Row = {
             "model": self.name,
             "note": raw_config(self.name)[1],
@@ -108,18 +121,30 @@ class Bench:
             "schedule": list(work.schedule),
             "accepted": work.accepted,
             "cycle": work.cycle,
-            "ms": replay["ms"],
-            "ms_slowest": replay["slowest"],
+            "ms": replay.get("ms"),
+            "ms_slowest": replay.get("slowest"),
             "ms_conventional": conventional.get("ms"),
             "conventional_tiles": conventional.get("tiles"),
             "weight_bytes": self.weights,
-            "sequence_bytes": {"recurrent": replay["recurrent_bytes"], "keys": replay["key_bytes"]},
         }
-        if conventional.get("ms") and self.device == "cuda":  # on the CPU the usual way is no fast one
-            row["ratio"] = conventional["ms"] / replay["ms"]
+        if problems := {name: part["problem"] for name, part in parts.items() if "problem" in part}:
+            row["problems"] = problems
+        if row["ms"]:
+            row["sequence_bytes"] = {"recurrent": replay["recurrent_bytes"], "keys": replay["key_bytes"]}
+        if row["ms"] and row["ms_conventional"]:
             row["sequence_bytes"]["recurrent_conventional"] = conventional["recurrent_bytes"]
             row.update(concurrency(row, self.device))
+            if self.device == "cuda":  # on the CPU the usual way is no fast one
+                row["ratio"] = row["ms_conventional"] / row["ms"]
         return row
+
+
+def in_words(problem: Exception) -> str:
+    """Why there is no figure, in one line."""
+    first = (str(problem).strip() or "no message").splitlines()[0][:300]
+    if isinstance(problem, torch.OutOfMemoryError):
+        return f"does not fit: {first}"
+    return first if isinstance(problem, ReplayError) else f"{type(problem).__name__}: {first}"
 
 
 def concurrency(row: Row, device: str) -> Row:

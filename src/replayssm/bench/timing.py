@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
@@ -103,5 +104,6 @@ def ceilings(setup: Setup) -> dict[str, float]:
 
 def free() -> None:
     """Give memory of the last case back."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -11,19 +11,20 @@ import torch
 import typer
 from rich.table import Table
 
-from replayssm.bench.models import MODELS
-from replayssm.bench.rows import append, provenance
+from replayssm.bench.models import MODELS, raw_config
+from replayssm.bench.rows import append, provenance, version
 from replayssm.bench.steady import Work
-from replayssm.bench.step import Bench, usual_window, works
+from replayssm.bench.step import Bench, in_words, usual_window, works
 from replayssm.bench.timing import free
-from replayssm.checks import ReplayError
 
 from .bench import bench
 from .common import UserError, command, console, print_json
 from .options import PRECISION
 
 CONFIG = typer.Option(help=f"{', '.join(MODELS)}, a shipped name or a config.json; repeat for several")
-BATCH = typer.Option(min=1, help="sequences; repeat for several")
+BATCHES = (1, 16, 64, 256, 512)
+STEP_BATCH = typer.Option(min=1, help=f"sequences; repeat for several (default: {', '.join(map(str, BATCHES))})")
+SPEC_BATCH = typer.Option(min=1, help="sequences; repeat for several (default: 256)")
 CONTEXT = typer.Option(min=1, help="tokens of every sequence, random; repeat for several")
 WINDOW = typer.Option(min=1, help="entries of the buffer, drafts included (default: 32, with a decay a channel 16)")
 LAYERS = typer.Option(min=1, help="only the model's first layers; rows say it")
@@ -41,7 +42,7 @@ HOST = typer.Option("--engine", help="also the wall clock of Engine.step, host a
 @command
 def step(
     config: Annotated[list[str] | None, CONFIG] = None,
-    batch: Annotated[list[int] | None, BATCH] = None,
+    batch: Annotated[list[int] | None, STEP_BATCH] = None,
     context: Annotated[list[int] | None, CONTEXT] = None,
     precision: Annotated[list[str] | None, PRECISION] = None,
     window: Annotated[int | None, WINDOW] = None,
@@ -56,7 +57,7 @@ def step(
     json: Annotated[bool, JSON] = False,
 ) -> None:
     """Time a whole decode step of a model with random weights: replay and conventional in the same engine."""
-    case = {"batches": batch or [256], "contexts": context or [1024], "precisions": precision or ["fp32"]}
+    case = {"batches": batch or BATCHES, "contexts": context or [1024], "precisions": precision or ["fp32"]}
 
     def measure(bench: Bench, work: Work) -> dict[str, Any]:
         return bench.decode(work, cycles, engine)
@@ -69,7 +70,7 @@ def step(
 @command
 def spec(
     config: Annotated[list[str] | None, CONFIG] = None,
-    batch: Annotated[list[int] | None, BATCH] = None,
+    batch: Annotated[list[int] | None, SPEC_BATCH] = None,
     context: Annotated[list[int] | None, CONTEXT] = None,
     draft: Annotated[int, typer.Option(min=2, max=16, help="tokens a step, the one before the drafts included")] = 4,
     accepted: Annotated[
@@ -114,20 +115,22 @@ def _run(
     if where == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device")
     out, commit = record
-    origin, rows = provenance(where, commit), []
+    rows: list[dict[str, Any]] = []
     window = case.pop("window")
-    works(**case, window=window or 32)  # raises for wrong numbers before a model is built
+    names = configs or list(MODELS)[:1]
+    works(**case, window=window or 32)  # raises for wrong numbers before a model is built, and so do wrong names:
+    for name in names:
+        raw_config(name)
+    origin = {"transformers": version("transformers"), **provenance(where, commit)}
     until = time.monotonic() + seconds
-    for name in configs or list(MODELS)[:1]:
+    for name in names:
         if time.monotonic() > until:
             _note(f"out of time before {name}")
             break
         try:
             bench = Bench(name, where, layers, _note)
-        except ReplayError:
-            raise
         except Exception as problem:  # the other models may still run
-            _note(f"{name}: {type(problem).__name__} {str(problem)[:300]}")
+            _note(f"{name}: {in_words(problem)}")
             free()
             continue
         for work in works(**case, window=window or usual_window(bench.model)):
@@ -135,12 +138,8 @@ def _run(
             if time.monotonic() > until:
                 _note(f"out of time before {label}")
                 break
-            try:
-                row = {"bench": kind, **measure(bench, work), **origin}
-            except Exception as problem:  # what was measured stays, and the next case follows
-                _note(f"{label}: {type(problem).__name__} {str(problem)[:300]}")
-                free()
-                continue
+            _note(label)
+            row = {"bench": kind, **measure(bench, work), **origin}
             rows.append(row)
             if out is not None:
                 append(out, row)
@@ -163,10 +162,16 @@ def _show(rows: list[dict[str, Any]], table: Any, plot: Path | None, json: bool)
         print_json({"rows": rows})
     else:
         console().print(table(rows))
+        for row in rows:
+            case = f"{_name(row)}, batch {row['batch']}, context {row['context']}, {row['precision']}"
+            for way, problem in row.get("problems", {}).items():
+                console().print(f"{case}, {way}: {problem}", soft_wrap=True)
+    if not any(row["ms"] or row["ms_conventional"] for row in rows):
+        raise UserError("no case could be measured")
 
 
 def _ms(value: float | None) -> str:
-    return "does not fit" if value is None else f"{value:.2f}"
+    return "see below" if value is None else f"{value:.2f}"
 
 
 def _times(value: float | None) -> str:
