@@ -1,23 +1,27 @@
 """How many tokens a step brings with each drafter, and what that is worth in time.
 
     python benchmarks/acceptance.py --out benchmarks/results/acceptance-cpu.jsonl           # the CPU, one thread
-    python benchmarks/acceptance.py --device cuda --slots 1 16 64 --out rows.jsonl
+    python benchmarks/acceptance.py --device cuda --slots 16 --texts 3 --repeat 1 --seconds 140 --out rows.jsonl
     python benchmarks/acceptance.py --plot docs/acceptance-cpu.png benchmarks/results/acceptance-cpu.jsonl
 
 The model in the box continues held-out texts, as many of every source, greedily and sampled. Each row is one drafter
 with one number of slots and one temperature: tokens a step (a draft's accepted tokens and the model's own one), overall
 and by source, and tokens a second, prompts included, against the engine without drafts. All are measured in turn,
 ``--repeat`` times, and the fastest counts. On the CPU times are CPU seconds of this process, so that other processes do
-not count. A head that is not there is left out, and said so.
+not count. On a GPU everything is run twice before it is timed: a first use compiles, the second one captures. A model
+or a head that is not there is left out, and said so.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
+import shlex
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,20 @@ import replayssm
 from engine import shallow
 from replayssm import ReplayError, models
 from replayssm.bench.rows import append, provenance
-from replayssm.engine import Drafter, DraftModel, Engine, MtpDrafter, MtpHead, Params, PromptLookup, SuffixLookup
+from replayssm.engine import (
+    Drafter,
+    DraftModel,
+    Engine,
+    MtpDrafter,
+    MtpHead,
+    Params,
+    PromptLookup,
+    Request,
+    SuffixLookup,
+)
+from replayssm.engine.loop import Counters
 
-Way = tuple[str, int, Callable[[], Drafter]]
+Way = tuple[str, int, Callable[[], Drafter | None]]
 
 
 def ways(model: Any, drafts: list[Any]) -> list[Way]:
@@ -39,21 +54,25 @@ def ways(model: Any, drafts: list[Any]) -> list[Way]:
         ("n-gram", 7, lambda: PromptLookup()),
         ("n-gram, 3 branches", 7, lambda: PromptLookup(branches=3)),
         ("suffix", 7, lambda: SuffixLookup()),
-        ("draft model: first 4 layers", 4, lambda: DraftModel(shallow(model, 4))),
-        ("draft model: itself", 4, lambda: DraftModel(copy.deepcopy(model))),
     ]
+    try:
+        head = MtpHead.load(model)
+        found += [(f"mtp, up to {k}", k, lambda: MtpDrafter(head)) for k in (1, 2, 3, 5)]
+        found += [
+            ("mtp, always 3", 3, lambda: MtpDrafter(head, cost=0.01)),
+            ("mtp, tree 2-2-1", 7, lambda: MtpDrafter(head, branches=(2, 2, 1))),
+        ]
+    except ReplayError as error:
+        print(f"left out: {error}", flush=True)
     for other in drafts:
         name = Path(other.name_or_path).name
         found.append((f"draft model: {name}", 4, lambda other=other: DraftModel(other)))
         found.append((f"draft model: {name}, tree 2-1", 7, lambda other=other: DraftModel(other, branches=(2, 1))))
-    try:
-        head = MtpHead.load(model)
-    except ReplayError as error:
-        print(f"left out: {error}", flush=True)
-        return found
-    found += [(f"mtp, up to {k}", k, lambda: MtpDrafter(head)) for k in (1, 2, 3, 5)]
-    found += [(f"mtp, always {k}", k, lambda: MtpDrafter(head, cost=0.01)) for k in (3,)]
-    return [*found, ("mtp, tree 2-2-1", 7, lambda: MtpDrafter(head, branches=(2, 2, 1)))]
+    return [
+        *found,
+        ("draft model: first 4 layers", 4, lambda: DraftModel(shallow(model, 4))),
+        ("draft model: itself", 4, lambda: DraftModel(copy.deepcopy(model))),
+    ]
 
 
 def prompts(tokenizer: Any, each: int, size: int) -> list[tuple[str, list[int]]]:
@@ -61,25 +80,42 @@ def prompts(tokenizer: Any, each: int, size: int) -> list[tuple[str, list[int]]]
     found = []
     for source in models.heldout_sources():
         listed = (tokenizer(text)["input_ids"] for text in models.heldout(source) if len(text) > 4 * size)
-        found += [(source, ids[:size]) for ids in [ids for ids in listed if len(ids) >= size][:each]]
+        found += [(source, ids[:size]) for ids in itertools.islice((ids for ids in listed if len(ids) >= size), each)]
     return found
 
 
 def measure(
-    model: Any, texts: list[tuple[str, list[int]]], params: Params, slots: int, most: int, drafter: Any, graphs: bool
-) -> dict[str, Any]:
-    """Continue the texts; tokens a step and a second."""
+    model: Any,
+    texts: list[tuple[str, list[int]]],
+    tries: list[Params],
+    slots: int,
+    most: int,
+    drafter: Any,
+    graphs: bool,
+) -> list[dict[str, Any]]:
+    """Continue the texts in each way of ``tries``; tokens a step and a second."""
     device = next(model.parameters()).device
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    room = len(texts[0][1]) + (params.max_tokens or 0)
+    room = len(texts[0][1]) + max(params.max_tokens or 0 for params in tries)
     options = {"window": 16 + most, "max_draft": 1 + most, "graphs": graphs}
+    ids, found = [ids for _, ids in texts], []
     with Engine(model, slots=slots, max_length=room, drafter=drafter, **options) as engine:
-        ids = [ids for _, ids in texts]
-        # What is compiled or captured on first use: every size of batch that comes.
-        engine.generate(ids if device.type == "cuda" else ids[:1], params)
-        before, begin = copy.copy(engine.counters), clock()
-        requests = engine.generate(ids, params)
-        seconds, counters = clock() - begin, engine.counters
+        if device.type == "cuda":
+            for params in 2 * tries:
+                engine.generate(ids, params)
+        else:
+            engine.generate(ids[:1], tries[0])
+        for params in tries:
+            before, begin = copy.copy(engine.counters), clock()
+            requests = engine.generate(ids, params)
+            found.append(figures(texts, requests, clock() - begin, before, engine.counters))
+    return found
+
+
+def figures(
+    texts: list[tuple[str, list[int]]], requests: list[Request], seconds: float, before: Counters, after: Counters
+) -> dict[str, Any]:
+    """What one run brought."""
     by_source: dict[str, list[int]] = {}
     for (source, _), request in zip(texts, requests, strict=True):
         steps, tokens = by_source.setdefault(source, [0, 0])
@@ -89,44 +125,54 @@ def measure(
         "tokens": tokens,
         "tokens_per_step": round(tokens / steps, 3),
         "by_source": {source: round(n / s, 3) for source, (s, n) in by_source.items()},
-        "drafted": counters.drafted - before.drafted,
-        "accepted": counters.accepted - before.accepted,
+        "drafted": after.drafted - before.drafted,
+        "accepted": after.accepted - before.accepted,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
     }
 
 
+def command(words: Sequence[str]) -> str:
+    """What was run, but for the place that rows go to."""
+    at = words.index("--out")
+    return shlex.join(["python", "benchmarks/acceptance.py", *words[:at], *words[at + 2 :]])
+
+
 def run(asked: argparse.Namespace) -> None:
+    until = time.monotonic() + asked.seconds
     torch.set_num_threads(asked.threads)
     dtype = torch.float32 if asked.dtype == "fp32" else torch.bfloat16
     model, tokenizer = models.load(asked.model, dtype, asked.device)
-    others = [models.load(name, dtype, asked.device)[0] for name in asked.drafts]
+    others = []
+    for name in asked.drafts:
+        try:
+            others.append(models.load(name, dtype, asked.device)[0])
+        except ReplayError as error:
+            print(f"left out: {error}", flush=True)
     texts = prompts(tokenizer, asked.texts, asked.prompt)
     common = {"benchmark": "acceptance", "model": asked.model, "dtype": asked.dtype, "texts": len(texts)}
     common |= {"prompt": asked.prompt, "new": asked.new, "transformers": transformers.__version__}
     common |= {"replayssm": replayssm.__version__} | provenance(asked.device, asked.commit)
-    chosen = [way for way in ways(model, others) if asked.only in way[0]]
+    common |= {"command": command(sys.argv[1:])}
+    nobody: Way = ("none", 0, lambda: None)
+    chosen = [nobody, *(way for way in ways(model, others) if asked.only in way[0])]
+    tries = [Params(asked.new, temperature, seed=1, ignore_eos=True) for temperature in asked.temperatures]
     for slots in asked.slots:
-        for temperature in asked.temperatures:
-            params = Params(asked.new, temperature, seed=1, ignore_eos=True)
-
-            def figures(most: int, drafter: Any, params: Params = params, slots: int = slots) -> dict[str, Any]:
-                return measure(model, texts, params, slots, most, drafter, not asked.no_graphs)
-
-            setting = {"slots": slots, "temperature": temperature}
-            best: dict[str, dict[str, Any]] = {}
-            for _ in range(asked.repeat):
-                for name, most, make in [("none", 0, lambda: None), *chosen]:
-                    line = {"drafts": most, **setting, **figures(most, make())}
-                    found = best.setdefault(name, line)
-                    if line["tokens_per_second"] > found["tokens_per_second"]:
-                        best[name] = line
-            plain = best["none"]["tokens_per_second"]
-            for name, line in best.items():
-                ratio = {"speedup": round(line["tokens_per_second"] / plain, 3)}
-                row = {"drafter": name, **line, **ratio, **common}
-                append(asked.out, row)
-                print(json.dumps({key: row[key] for key in list(row)[:13]}), flush=True)
+        best: dict[str, list[dict[str, Any]]] = {}
+        for turn, (name, most, make) in itertools.product(range(asked.repeat), chosen):
+            if time.monotonic() < until:
+                lines = measure(model, texts, tries, slots, most, make(), not asked.no_graphs)
+                pairs = zip(best.get(name, lines), lines, strict=True)
+                best[name] = [max(pair, key=lambda line: line["tokens_per_second"]) for pair in pairs]
+            if name not in best or "none" not in best:
+                print(f"out of time before {name}, {slots} slots", flush=True)
+            elif turn == asked.repeat - 1:
+                for params, line, plain in zip(tries, best[name], best["none"], strict=True):
+                    setting = {"drafter": name, "drafts": most, "slots": slots, "temperature": params.temperature}
+                    ratio = {"speedup": round(line["tokens_per_second"] / plain["tokens_per_second"], 3)}
+                    row = {**setting, **line, **ratio, **common}
+                    append(asked.out, row)
+                    print(json.dumps({key: row[key] for key in list(row)[:12]}), flush=True)
 
 
 def plot(paths: list[Path], picture: Path) -> None:
@@ -171,7 +217,9 @@ def plot(paths: list[Path], picture: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=models.DEFAULT)
-    parser.add_argument("--drafts", nargs="*", default=[], help="models with the same vocabulary that draft")
+    parser.add_argument(
+        "--drafts", nargs="*", default=["docs_mamba2"], help="models with the same vocabulary that draft"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--texts", type=int, default=2, help="of each source")
@@ -180,6 +228,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="*", default=[1, 10])
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 0.8])
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing after so many")
     parser.add_argument("--only", default="", help="drafters whose name has this in it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true", help="on CUDA: capture nothing")
