@@ -50,6 +50,16 @@ def test_penalties():
     torch.testing.assert_close(penalise(scores, [Point(both, 0, 6, prompt, output)]), wanted)
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-38, 1e-46])
+def test_very_low_temperatures_are_greedy(temperature):
+    torch.manual_seed(3)
+    logits = torch.randn(8, 30) * 20
+    logits[:, 4] = -torch.inf
+    for options in ({}, {"top_k": 3, "min_p": 0.1}):
+        points = [Point(Params(temperature=temperature, **options), i, i) for i in range(8)]
+        assert choose(logits, points) == logits.argmax(-1).tolist()
+
+
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     """How far counts are from expectation, in standard deviations of the statistic."""
     expected = probabilities * counts.sum()
@@ -194,7 +204,9 @@ def test_greedy_and_sampled_rows_share_a_batch():
 @pytest.mark.parametrize(
     "options",
     [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -1}, {"top_k": -1}, {"n": 0}, {"max_tokens": 0},
-     {"repetition_penalty": 0}, {"logprobs": -1}, {"seed": -1}, {"stop": ["a", ""]}],
+     {"repetition_penalty": 0}, {"logprobs": -1}, {"seed": -1}, {"stop": ["a", ""]}, {"stop": [3]},
+     {"stop_tokens": ["a"]}, {"stop_tokens": [-1]}, {"top_k": 2**70}, {"temperature": float("inf")},
+     {"temperature": float("nan")}, {"presence_penalty": float("nan")}, {"frequency_penalty": float("inf")}],
 )  # fmt: skip
 def test_params_out_of_range(options):
     with pytest.raises(ReplayError, match=next(iter(options))):

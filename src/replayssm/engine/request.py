@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -53,22 +54,30 @@ class Params:
     n: int = 1
 
     def __post_init__(self) -> None:
-        for name, low in (("max_tokens", 1), ("top_k", 0), ("seed", 0), ("logprobs", 0), ("n", 1)):
+        for name, low in (("max_tokens", 1), ("seed", 0), ("logprobs", 0), ("n", 1)):
             value = getattr(self, name)
-            if value is not None or name in ("top_k", "n"):
+            if value is not None or name == "n":
                 checks.integer(name, value, low)
+        checks.integer("top_k", self.top_k, 0, 2**31 - 1)
         ranges = {
             "temperature": (0.0, float("inf")),
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),
             "repetition_penalty": (0.0, float("inf")),
+            "presence_penalty": (-float("inf"), float("inf")),
+            "frequency_penalty": (-float("inf"), float("inf")),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if not low <= value <= high or (low == value and name in ("top_p", "repetition_penalty")):
-                raise ReplayError(f"{name}: expected {low}…{high}, got {value}")
+            open_end = low == value and name in ("top_p", "repetition_penalty")
+            if not math.isfinite(value) or not low <= value <= high or open_end:
+                raise ReplayError(f"{name}: expected a finite number in {low}…{high}, got {value}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        for token in self.stop_tokens:
+            checks.integer("stop_tokens", token, 0)
+        if not all(isinstance(stop, str) for stop in self.stop):
+            raise ReplayError(f"stop: expected strings, got {self.stop}")
         if "" in self.stop:
             raise ReplayError("stop: an empty string would end every text")
 

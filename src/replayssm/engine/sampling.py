@@ -18,6 +18,8 @@ from torch import Tensor
 from .request import Logprob, Params
 
 _MASK = (1 << 64) - 1
+# Lower temperatures draw as this one does, which is greedy; float32 has no number for the lowest.
+_COLDEST = 1e-30
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ def filtered(scores: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
         Log-probabilities [M, kept], −inf where a token is left out, not normalised after top-p and min-p; and the token
         ids [M, kept].
     """
-    ordered, ids = torch.sort(scores / filters.temperature[:, None], dim=-1, descending=True, stable=True)
+    ordered, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
+    # The likeliest token is at 0: no temperature makes it infinite.
+    ordered = (ordered - ordered[:, :1]) / filters.temperature.clamp(min=_COLDEST)[:, None]
     rank = torch.arange(scores.shape[1], device=scores.device)
     most = torch.where(filters.top_k > 0, filters.top_k, scores.shape[1])
     ordered = ordered.masked_fill(rank >= most[:, None], -torch.inf)
