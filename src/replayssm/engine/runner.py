@@ -21,6 +21,7 @@ from .attention import KeyValues, Span
 from .binding import bind, cache_name, configs_of, packed, takes, unbind
 from .device import Stepper, best_of
 from .fuse import fuse
+from .memory import expect_memory
 from .packed import PackedCache, Plan, Row, View
 
 Allocate = Callable[[Layout, int, int, torch.device], ReplayCache]
@@ -171,7 +172,7 @@ class Runner:
             self.slots = slots if slots is not None else (memory or 0) // self.slot_bytes
             if self.slots < 1:
                 raise ReplayError(f"memory: one sequence takes {self.slot_bytes} bytes, got {memory}")
-            _expect_memory(self.slots, self.slot_bytes, self.device)
+            expect_memory(self.slots, self.slot_bytes, self.device)
             if shapes.latent and graphs and self.device.type == "cuda":
                 raise ReplayError(
                     f"graphs: layer {min(shapes.latent)} caches latents and expands them, which takes another shape at "
@@ -398,19 +399,6 @@ def _wanted(row: Row, span: Span) -> range:
 def _has_kernels(device: torch.device) -> bool:
     """Whether the verbs run as kernels: on a GPU, or interpreted for tests."""
     return device.type == "cuda" or bool(os.environ.get("REPLAYSSM_INTERPRET"))
-
-
-def _expect_memory(slots: int, each: int, device: torch.device) -> None:
-    """Raise if the GPU has no memory for so many sequences."""
-    if device.type != "cuda":
-        return
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if slots * each > free:
-        raise ReplayError(
-            f"slots: {slots} sequences of {each} bytes do not fit into the {free} free bytes of {device}; at most "
-            f"{free // each} do"
-        )
 
 
 def settings_of(window: int, max_draft: int, precision: Precision | None) -> Settings:
