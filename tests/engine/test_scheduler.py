@@ -16,6 +16,11 @@ def assert_empty(served):
     assert set(served.runner.lengths) == {0}
 
 
+def exhaust(served):
+    while not served.idle:
+        served.step()
+
+
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "kimi_linear"])
 def test_samples_of_a_prompt_share_its_computation(name, slots):
@@ -105,6 +110,43 @@ def test_a_failing_model_ends_what_ran_and_nothing_else(monkeypatch):
         assert all("ZeroDivisionError" in r.error and r.samples[0].finish == "error" for r in failed if r.error)
         while not served.idle:
             served.step()
+        assert [r.tokens for r in requests[2:]] == wanted[2:]
+        assert_empty(served)
+
+
+def test_a_sequence_that_cannot_come_back_fails_and_nothing_else(monkeypatch):
+    model, wanted = tiny()
+    with engine(model, slots=1) as served:
+        low = served.submit(prompts()[3], Params(max_tokens=11))
+        for _ in range(5):
+            served.step()
+        high = served.submit(prompts()[1], Params(max_tokens=9), priority=1)
+        while not high.finished:
+            served.step()
+        last = served.submit(prompts()[2], Params(max_tokens=10))
+        with monkeypatch.context() as patch:
+            patch.setattr(served.runner, "import_", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                served.step()
+        assert (low.samples[0].finish, low.error) == ("error", "ZeroDivisionError: division by zero")
+        assert [event.request for event in served.step()] == [low]
+        exhaust(served)
+        assert [high.tokens, last.tokens] == [wanted[1], wanted[2]]
+        assert_empty(served)
+
+
+def test_a_failing_drafter_ends_what_ran_and_nothing_else(monkeypatch):
+    model, wanted = tiny()
+    known = {tuple(ids): line for ids, line in zip(prompts(), wanted, strict=True)}
+    with engine(model, slots=2, drafter=Oracle(known), max_draft=4) as served:
+        requests = [served.submit(ids, params) for ids, params in zip(prompts(), lengthy(), strict=True)]
+        with monkeypatch.context() as patch:
+            patch.setattr(served.drafter, "propose", lambda asks: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                exhaust(served)
+        failed = [request for request in requests if request.finished]
+        assert [request.samples[0].finish for request in failed] == ["error"] * 2
+        exhaust(served)
         assert [r.tokens for r in requests[2:]] == wanted[2:]
         assert_empty(served)
 

@@ -88,13 +88,14 @@ class Loop:
     def step(self) -> list[Event]:
         """See ``Engine.step``."""
         events, self.news = self.news, []
-        self.scheduler.admit()
-        running = list(self.scheduler.running)
+        running: list[Sample] = []
         try:
+            self.scheduler.admit()
+            running = list(self.scheduler.running)
             if running:
                 events += self._run(self._plan(running))
         except BaseException as error:
-            for sample in running:
+            for sample in [*running, *self.scheduler.running]:
                 self.fail(sample.request, f"{type(error).__name__}: {error}")
             self.news = events + self.news
             raise
