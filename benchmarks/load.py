@@ -19,11 +19,27 @@ from typing import Any
 
 import torch
 
-from replayssm.engine import Ask, Draft, Drafter, Engine, Params, PromptLookup, Request, SuffixLookup
+from engine import shallow
+from replayssm import models
+from replayssm.engine import (
+    Ask,
+    Draft,
+    Drafter,
+    DraftModel,
+    Engine,
+    MtpDrafter,
+    MtpHead,
+    Observer,
+    Params,
+    PromptLookup,
+    Request,
+    Seen,
+    SuffixLookup,
+)
 
 
 class Mixture:
-    """A drafter that gives each sequence to one of several."""
+    """A drafter that gives each request to one of several."""
 
     cost = 0.2
 
@@ -53,8 +69,16 @@ class Mixture:
                 found.update(zip((ask.key for ask in mine), drafter.propose(mine), strict=True))
         return [found[ask.key] for ask in asks]
 
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """See ``Observer.observe``."""
+        for drafter in self.drafters:
+            mine = [each for each in seen if self._of(each.key) is drafter]
+            if mine and isinstance(drafter, Observer):
+                drafter.observe(mine)
+
     def _of(self, key: Hashable) -> Drafter:
-        return self.drafters[sum(key) % len(self.drafters)]  # type: ignore[arg-type]
+        # By request: its samples go on from what their drafter knows of the first one.
+        return self.drafters[key[0] % len(self.drafters)]  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -115,7 +139,8 @@ def run(model: Any, drafter: Drafter, work: Sequence[Case], seed: int, **options
     begin = time.perf_counter()
     with Engine(model, drafter=drafter, **options) as engine:
         waiting, served = list(work), []
-        engine.generate([work[0].prompt], Params(max_tokens=1))  # what is made once is no leak
+        first = [work[0].prompt] * (len(drafter.drafters) if isinstance(drafter, Mixture) else 1)
+        engine.generate(first, Params(max_tokens=8, ignore_eos=True))  # what is made once is no leak
         full = _tensor_bytes()
         while waiting or not engine.idle:
             while waiting and waiting[0].arrival <= clock:
@@ -155,6 +180,8 @@ def _leaks(engine: Engine, drafter: Drafter, full: int, report: Report) -> None:
     for each in drafter.drafters if isinstance(drafter, Mixture) else [drafter]:
         sizes = [len(value) for name, value in vars(each).items() if isinstance(value, dict) and name != "wanted"]
         checks[f"sequences of {type(each).__name__}"] = sum(sizes)
+        free = getattr(each, "_free", range(engine.runner.slots))
+        checks[f"slots of {type(each).__name__}"] = engine.runner.slots - len(set(free))
     report.left += [f"{number} {name}" for name, number in checks.items() if number]
 
 
@@ -216,11 +243,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    from replayssm import models
-
     model, tokenizer = models.load(asked.model, dtype=torch.float32)
     texts = [tokenizer(text)["input_ids"][:400] for text in models.heldout()[:60]]
-    drafters = Mixture([PromptLookup(), SuffixLookup(), PromptLookup(branches=3)])
+    drafters = Mixture(
+        [
+            PromptLookup(),
+            SuffixLookup(),
+            PromptLookup(branches=3),
+            MtpDrafter(MtpHead.load(model), branches=(2, 1), cost=0.1),
+            DraftModel(shallow(model, 4), cost=0.1),
+        ]
+    )
     work = cases(texts, asked.requests, asked.seed, longest=160, most=32)
     report = run(
         model, drafters, work, asked.seed, slots=asked.slots, max_length=256, chunk=32, prefix_memory=200_000_000

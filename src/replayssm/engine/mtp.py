@@ -139,6 +139,7 @@ class MtpDrafter(Growing):
         """See ``Drafter.close``."""
         if self._runner is not None:
             self._runner.close()
+            self._inputs = self._base.inputs = self._inputs.new_empty(0)
         self._runner = None
         self._texts.clear()
 
@@ -234,4 +235,7 @@ class MtpDrafter(Growing):
         else:
             self._base.inputs = inputs
         logits = self._runner.forward(rows)
-        return logits, self._runner.hidden([range(row.count - row.wanted, row.count) for row in rows])
+        said = self._runner.hidden([range(row.count - row.wanted, row.count) for row in rows])
+        self._base.inputs = self._inputs
+        self._runner.drop()
+        return logits, said

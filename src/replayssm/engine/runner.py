@@ -301,7 +301,11 @@ class Runner:
         spans = [*self._stepped, *(self._plan.spans if self._plan is not None else ())]
         for span, count in zip(spans, taken, strict=True):
             self.lengths[span.slot] = span.length + count
-        self._plan, self._stepped, self._order = None, [], []
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the last forward; without a commit nothing of it stays."""
+        self._plan, self._stepped, self._order, self._hidden = None, [], [], None
 
     def reset(self, slot: int) -> None:
         """Empty a slot."""
