@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from replayssm.engine.device import Block, best_of
+from replayssm import ReplayError
+from replayssm.engine.device import Block, Captured, best_of
 from replayssm.engine.packed import Row
 from support.interpreter import run_interpreted
 
@@ -58,6 +60,27 @@ def test_the_best_token_is_none_where_logits_are_no_numbers() -> None:
     logits[2] = -torch.inf
     logits[3, 1:] = -torch.inf
     assert best_of(logits).tolist() == [3, -1, -1, 0]
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("operation not permitted\nwhen stream is capturing"), "memory"])
+def test_what_a_capture_says(monkeypatch: pytest.MonkeyPatch, problem: RuntimeError | str) -> None:
+    """A layer that cannot be captured is told the way out; too little memory is what it is."""
+    error = torch.OutOfMemoryError("CUDA out of memory") if isinstance(problem, str) else problem
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    captured = Captured(lambda: 1)
+    assert captured.run("pool") == 1
+
+    def fails() -> None:
+        raise error
+
+    captured.work = fails
+    if isinstance(problem, str):
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            captured.run("pool")
+    else:
+        with pytest.raises(ReplayError, match=r"\(operation not permitted\); pass graphs=False"):
+            captured.run("pool")
 
 
 def test_norms_as_kernels() -> None:

@@ -151,10 +151,13 @@ def test_a_failing_drafter_ends_what_ran_and_nothing_else(monkeypatch):
         assert_empty(served)
 
 
-def test_logits_that_are_no_numbers_fail_one_request(monkeypatch):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_fail_one_request(monkeypatch, temperature):
     model, wanted = tiny()
+    params = lengthy()
+    params[1] = Params(max_tokens=9, temperature=temperature)
     with engine(model, slots=4) as served:
-        requests = [served.submit(ids, params) for ids, params in zip(prompts(), lengthy(), strict=True)]
+        requests = [served.submit(ids, each) for ids, each in zip(prompts(), params, strict=True)]
         score, ran = served.runner.score, []
 
         def broken(rows):

@@ -76,6 +76,8 @@ class Captured:
             try:
                 with torch.cuda.graph(self.graph, pool=pool):
                     self.result = self.work()
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise ReplayError(
                     f"graphs: this model cannot be captured in a CUDA graph ({str(error).splitlines()[0]}); pass "

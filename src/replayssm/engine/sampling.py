@@ -139,7 +139,7 @@ def filtered(scores: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
 def most_kept(logs: Tensor, filters: Filters) -> int:
     """How many of the first tokens are enough for every row; on a GPU, where counting them would wait, all."""
     if logs.device.type == "cpu":
-        return int((logs > -torch.inf).sum(-1).max())
+        return max(1, int((logs > -torch.inf).sum(-1).max()))  # logits that are no numbers keep none
     return logs.shape[1]
 
 
