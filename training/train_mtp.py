@@ -64,24 +64,40 @@ def soft_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def acceptance(model: Any, head: MtpHead, tokens: Tensor, depths: int, batch: int) -> list[float]:
-    """How often the head's likeliest token is the model's, for each depth, where all depths before it were right.
+def agreement(model: Any, head: MtpHead, tokens: Tensor, depths: int, batch: int) -> Tensor:
+    """Where the head's likeliest token is the model's: bool [depths, M, starts].
 
-    Both read the text's own tokens, so this is the rate along given text; benchmarks/acceptance.py measures drafts.
+    Both read the text's own tokens, so this is along given text; benchmarks/acceptance.py measures drafts.
 
     Args:
         tokens: [M, T] windows of held-out text.
     """
-    right, tried = torch.zeros(depths), torch.zeros(depths)
+    found = []
     for window in tokens.split(batch):
         hidden = model.base_model(input_ids=window, use_cache=False).last_hidden_state
         wanted = head.output(hidden).argmax(-1)
-        good = torch.ones_like(wanted[:, depths:], dtype=torch.bool)
-        for depth, state in enumerate(drafts(head, window, hidden, depths)):
-            tried[depth] += good.sum().cpu()
-            good &= head.output(state).argmax(-1) == wanted[:, depth + 1 : depth + 1 + good.shape[1]]
-            right[depth] += good.sum().cpu()
-    return [round(r / max(t, 1), 4) for r, t in zip(right.tolist(), tried.tolist(), strict=True)]
+        states = enumerate(drafts(head, window, hidden, depths), 1)
+        found.append(torch.stack([head.output(s).argmax(-1) == wanted[:, d : d + s.shape[1]] for d, s in states]))
+    return torch.cat(found, 1).cpu()
+
+
+def rates(right: Tensor) -> dict[str, list[float]]:
+    """How often each depth is right, from ``agreement``.
+
+    Returns:
+        "alone": everywhere. "after": where all depths before it were right, which is when a draft gets there; such
+        places are easier, so this may rise with depth. "again": for comparison, how often the first depth is right
+        where it was right at the starts before, as many as depths come before.
+    """
+    depths = len(right)
+    after = right.cummin(0).values
+    starts = right.shape[2] - depths + 1
+    again = torch.stack([right[0, :, d : d + starts] for d in range(depths)]).cummin(0).values
+    found = {"alone": right.double().mean((1, 2))}
+    for name, kept in (("after", after), ("again", again)):
+        counts = kept.double().sum((1, 2))
+        found[name] = counts / torch.cat([torch.tensor([kept[0].numel()]), counts[:-1]]).clamp(min=1)
+    return {name: [round(rate, 4) for rate in values.tolist()] for name, values in found.items()}
 
 
 def windows(tokens: Tensor, length: int, most: int) -> Tensor:
@@ -128,12 +144,12 @@ def train(options: argparse.Namespace) -> dict:
     def measure() -> dict:
         head.eval()
         with mixed():
-            rates = {
-                name: acceptance(model, head, each.to(device), options.depths, options.batch)
+            found = {
+                name: rates(agreement(model, head, each.to(device), options.depths, options.batch))["after"]
                 for name, each in heldout.items()
             }
         head.train()
-        return rates
+        return found
 
     setting = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
     count = sum(p.numel() for p in head.parameters())

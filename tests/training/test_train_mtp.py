@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "training"))
 
+import score_mtp  # noqa: E402
 import train_mtp  # noqa: E402
 from replayssm import models  # noqa: E402
 from replayssm.engine.mtp_head import MtpHead  # noqa: E402
@@ -76,9 +78,36 @@ def test_acceptance_counts_what_follows_right_tokens_only(tiny, monkeypatch):
     monkeypatch.setattr(train_mtp, "drafts", perfect)
     wrong = (-hidden[0, 1:6] @ weight.T).argmax(-1) != wanted[0, 1:6]
     assert wrong.all()
-    assert train_mtp.acceptance(model, head, tokens, 3, 2) == [0.75, 1.0, 1.0]
+    right = train_mtp.agreement(model, head, tokens, 3, 2)
+    assert train_mtp.rates(right)["after"] == [0.75, 1.0, 1.0]
     wanted_fewer = train_mtp.soft_loss(torch.zeros(4, 8), torch.randn(4, 8))
     assert wanted_fewer.item() == pytest.approx(np.log(8))
+
+
+def test_rates_of_depths():
+    """Six starts of which a draft reaches depth two at three, and depth three at one."""
+    right = torch.tensor(
+        [
+            [[1, 1, 0, 1, 0, 0]],
+            [[1, 0, 0, 0, 1, 1]],
+            [[1, 1, 1, 1, 0, 1]],
+        ],
+        dtype=torch.bool,
+    )
+    found = train_mtp.rates(right)
+    assert found["alone"] == [0.5, 0.5, round(5 / 6, 4)]
+    assert found["after"] == [0.5, round(1 / 3, 4), 1.0]
+    assert found["again"] == [0.75, round(1 / 3, 4), 0.0]  # of four starts that have two more behind them
+    none = train_mtp.rates(torch.zeros(2, 1, 3, dtype=torch.bool))
+    assert none == {"alone": [0.0, 0.0], "after": [0.0, 0.0], "again": [0.0, 0.0]}
+
+
+def _with_head(model: Path, head: Path, place: Path) -> Path:
+    """A folder with a model's files and this head."""
+    folder = place / "with_head"
+    shutil.copytree(model, folder)
+    shutil.copy(head / "mtp.safetensors", folder)
+    return folder
 
 
 def test_a_run_on_the_shipped_model_learns_and_writes_a_head(tmp_path: Path):
@@ -104,7 +133,12 @@ def test_a_run_on_the_shipped_model_learns_and_writes_a_head(tmp_path: Path):
     assert written.stat().st_size + shipped < 12e6 - 50_000
     head = MtpHead.load(model, out)
     tokens = torch.tensor([ids[:60]])
-    assert train_mtp.acceptance(model, head, tokens[:, :40], 3, 1) is not None
+    right = train_mtp.agreement(model, head, tokens[:, :40], 3, 1)
+    assert right.shape == (3, 1, 37)
+    place = ["--model", str(_with_head(folder, out, tmp_path)), "--heldout", str(tmp_path / "heldout")]
+    again = score_mtp.main([*place, "--length", "32", "--tokens", "70"])
+    assert again["one"] == again["all"]
+    assert again["one"]["after"] == result["one"]
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(SystemExit, match="another tokenizer"):
