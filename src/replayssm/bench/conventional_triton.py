@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.backends.triton.args import Tokens
-from replayssm.backends.triton.gates import channel_gates, head_gates, unit_scales
+from replayssm.backends.triton.gates import channel_gates, gate_inputs, head_gates, unit_scales
 from replayssm.backends.triton.launch import Raw, Tile, inner_contiguous, make_shape, raw_inputs
 from replayssm.inputs import Inputs
 from replayssm.layout import Layout
@@ -48,7 +48,7 @@ def conventional_kernel(
     q_scale, k_scale = unit_scales(tl.sum(q * q, 1), tl.sum(k * k, 1), S)
     q = (q * q_scale[:, None]).to(WIDE)
     k = (k * k_scale[:, None]).to(WIDE)
-    g, beta = head_gates(inputs, strides, token, valid, head, low, high, S)
+    g, beta = head_gates(inputs, gate_inputs(inputs, strides, token, valid, head), valid, low, high, S)
     if CHANNELS:
         s *= tl.exp(channel_gates(inputs, strides, token, wide, head, columns, low, high, S).to(WIDE))
     else:

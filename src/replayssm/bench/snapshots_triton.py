@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.backends.triton.args import Tokens
-from replayssm.backends.triton.gates import channel_gates, head_gates, unit_scales
+from replayssm.backends.triton.gates import channel_gates, gate_inputs, head_gates, unit_scales
 from replayssm.backends.triton.launch import Tile, inner_contiguous, make_shape, raw_inputs
 from replayssm.inputs import Inputs
 from replayssm.layout import Layout
@@ -34,7 +34,7 @@ def load_token(
     q = tl.load(inputs.q + token[:, None] * strides.q + place, mask=wide, other=0.0).to(tl.float32)
     k = tl.load(inputs.k + token[:, None] * strides.k + place, mask=wide, other=0.0).to(tl.float32)
     v = tl.load(inputs.v + token * strides.v + head * S.P + p, mask=(p < S.P) & valid, other=0.0).to(tl.float32)
-    g, beta = head_gates(inputs, strides, token, valid, head, low, high, S)
+    g, beta = head_gates(inputs, gate_inputs(inputs, strides, token, valid, head), valid, low, high, S)
     if CHANNELS:
         decay = channel_gates(inputs, strides, token, wide, head, columns, low, high, S)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from replayssm.backends.triton.launch import Tile, choose_tile, least_tile, read_table, table_file, tile_key, walks
+from replayssm.backends.triton.launch import Tile, choose_tile, least_rows, read_table, table_file, tile_key, walks
 from replayssm.bench.cases import Case, power_of_2
 from replayssm.bench.compile import Job
 from replayssm.layout import Layout
@@ -33,14 +33,15 @@ def decode_tiles(layout: Layout) -> Iterator[Tile]:
     """Tiles of the step that are worth measuring."""
     columns = power_of_2(layout.state_dim)
     if layout.max_draft > 1:
-        for p, warps, registers, stages in (
-            (64, 4, 0, 3),
-            (64, 4, 168, 2),
-            (64, 4, 0, 1),
-            (64, 8, 0, 2),
-            (32, 4, 168, 2),
+        for p, warps, programs, registers, stages in (
+            (32, 1, 8, 0, 2),
+            (32, 1, 12, 168, 2),
+            (16, 1, 12, 168, 2),
+            (16, 1, 16, 128, 2),
+            (32, 1, 8, 0, 1),
+            (64, 2, 4, 0, 2),
         ):
-            yield Tile(p, columns, warps, 16, registers, stages)
+            yield Tile(p, columns, warps, programs, registers, stages)
         return
     # Straight to registers, four heads of one key at once.
     for p, warps, programs, registers in ((64, 4, 5, 96), (64, 4, 4, 128), (32, 2, 8, 128)):
@@ -79,9 +80,9 @@ def shared(layout: Layout) -> int:
 
 
 def _legal(tile: Tile, layout: Layout, kernel: str) -> bool:
-    """Rows and columns that the formats need and the layout has, rounded up to powers of two."""
-    rows, columns = least_tile(kernel, layout)
-    return rows <= tile.p <= max(16, rows, power_of_2(layout.head_dim) * tile.heads) and columns <= tile.k
+    """As many rows as the formats need and at most those that the layout has, rounded up to a power of two."""
+    rows = least_rows(kernel, layout)
+    return rows <= tile.p <= max(16, rows, power_of_2(layout.head_dim) * tile.heads)
 
 
 def kernels(layout: Layout) -> tuple[str, ...]:

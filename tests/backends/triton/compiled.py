@@ -18,7 +18,7 @@ from replayssm import Layout
 from replayssm.backends.triton.args import Batch, Layer, Shape, Tokens
 from replayssm.backends.triton.decode import decode_kernel
 from replayssm.backends.triton.fold import fold_kernel
-from replayssm.backends.triton.launch import COLUMNS, Tile, copy_shape, fold_shape, make_shape
+from replayssm.backends.triton.launch import COLUMNS, Tile, copy_shape, fold_shape, make_shape, tokens_at_once
 from replayssm.backends.triton.launch import _types as table_types
 from replayssm.backends.triton.step import step_kernel
 
@@ -72,15 +72,7 @@ def step_source(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, d
     strides = Layer(*("i64" if s != "constexpr" else "i32" for s in layer))
     token_strides = Tokens(*("i32" for _ in inputs))
     batch = Batch("*i32", "*i32", some(tree, "*i32"), "*i32", "*i32", "*i32")
-    shape = make_shape(
-        layout,
-        tile,
-        gate,
-        unit,
-        tree,
-        tokens=1 if layout.max_draft == 1 else max(8, triton.next_power_of_2(layout.max_draft)),
-        arch=arch,
-    )
+    shape = make_shape(layout, tile, gate, unit, tree, tokens_at_once(layout), arch=arch)
     signature = {
         "layer": layer, "strides": strides, "inputs": inputs, "token_strides": token_strides, "batch": batch,
         "out": act, "rows": "i32", "tokens": "i32", "bound": "i32", "slots": "i32", "low": "fp32", "high": "fp32",

@@ -15,10 +15,10 @@ class Shape:
 
     Attributes:
         H, G, P, K, W, T: heads, groups, head_dim, state_dim, window, max_draft of the layout.
-        BT: tokens of a tile: 1 for plain decode (no tensor cores), else a power of two of at least 8.
+        BT: tokens of a tile: 1 for plain decode (no tensor cores), else a power of two of at least 4.
         BE: entries that are taken at once, a power of two.
         BP, BK: rows and columns of a tile of the state, powers of two.
-        C: tiles of BK columns, a power of two: decode and the fold take all columns at once.
+        C: tiles of BK columns: decode (there a power of two), steps and the fold take all columns at once.
         KP: state_dim as decode has it, a power of two.
         N: heads of a tile, in decode, a power of two: BP / N rows of each.
         share: heads with one key and one decay of it: H/G, or 1 where the decay is per channel. Their keys' scores are

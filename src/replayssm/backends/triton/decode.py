@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from replayssm.backends.triton.formats import columns_of, planes, read_state, row_scales, store_written
-from replayssm.backends.triton.gates import channel_gates, head_gates, load_or, unit_scales
+from replayssm.backends.triton.gates import channel_gates, fall, gate_inputs, head_gates, load_or, unit_scales
 from replayssm.backends.triton.step import BAD_SLOT, admit, clear, report
 
 
@@ -23,7 +23,8 @@ from replayssm.backends.triton.step import BAD_SLOT, admit, clear, report
 def channel_decay(past, inputs, strides, keys, q, k, e, length, token, live, head, columns, low, high, S: tl.constexpr):
     """Keys [BE, KP] decayed to now, and q, k [KP] as probes of the checkpoint and of the entries.
 
-    Where the decay is per channel, the new token's is appended too.
+    Where the decay is per channel, the new token's is appended too, and the rows are the entries e [BE] from the last
+    one on, as the compiler adds up from the first one on.
     """
     if past is None:
         return keys, q, k, q, k
@@ -35,8 +36,8 @@ def channel_decay(past, inputs, strides, keys, q, k, e, length, token, live, hea
         g = channel_gates(inputs, strides, token, wide & live, head, columns, low, high, S)
         tl.store(past + length * S.K + columns, g, mask=wide & live)
         total = tl.sum(later, 0) + first
-        decayed = keys * tl.exp(tl.cumsum(later, 0, reverse=True))
-        near, far = tl.exp(g), tl.exp(g + total)
+        decayed = keys * fall(tl.cumsum(later, 0), S)
+        near, far = fall(g, S), fall(g + total, S)
         return decayed, q * far, k * far, q * near, k * near
 
 
@@ -135,8 +136,11 @@ def decode_kernel(
     raw_k = tl.load(inputs.k + token * token_strides.k + group * K + columns, mask=wide & live, other=0.0)
     e = tl.arange(0, S.BE)
     old = e < known
+    # Rows of keys: see ``channel_decay``.
+    order = e if layer.channels is None else S.BE - 1 - e
     key = layer.key + where * strides.key + group * W * K
-    keys = tl.load(key + e[:, None] * K + columns[None, :], mask=old[:, None] & wide[None, :], other=0.0)
+    past = (order < known)[:, None] & wide[None, :]
+    keys = tl.load(key + order[:, None] * K + columns[None, :], mask=past, other=0.0)
     key_scale = None if layer.key_scale is None else layer.key_scale + where * strides.key_scale + group * W
     channels = None if layer.channels is None else layer.channels + where * strides.channels + shared * W * K
     heads = shared + tl.arange(0, N)
@@ -148,7 +152,8 @@ def decode_kernel(
     lower = None if layer.written_low is None else layer.written_low + where * strides.written_low
     scales = None if layer.written_scale is None else layer.written_scale + where * strides.written_scale
     since, total = decay_of_heads(decay, heads, e, known, S)
-    g, beta = head_gates(inputs, token_strides, token, live & every, heads, low, high, S)
+    raw = gate_inputs(inputs, token_strides, token, live & every, heads)
+    g, beta = head_gates(inputs, raw, live & every, low, high, S)
 
     q, k = raw_q.to(tl.float32), raw_k.to(tl.float32)
     first_of_chunk = live & (chunk == 0)
@@ -157,11 +162,27 @@ def decode_kernel(
     q_scale, k_scale = unit_scales(tl.sum(q * q, 0), tl.sum(k * k, 0), S)
     own = tl.sum(q * k, 0) * q_scale * k_scale
     keys, far_q, far_k, near_q, near_k = channel_decay(
-        channels, inputs, token_strides, keys.to(tl.float32), q, k, e, known, token, live, shared, columns, low, high, S
+        channels,
+        inputs,
+        token_strides,
+        keys.to(tl.float32),
+        q,
+        k,
+        order,
+        known,
+        token,
+        live,
+        shared,
+        columns,
+        low,
+        high,
+        S,
     )
     old_scale = load_or(key_scale, e, old, 1.0)
-    score_q = tl.sum(keys * near_q[None, :], 1) * old_scale * q_scale
-    score_k = tl.sum(keys * near_k[None, :], 1) * old_scale * k_scale
+    score_q, score_k = tl.sum(keys * near_q[None, :], 1), tl.sum(keys * near_k[None, :], 1)
+    if layer.channels is not None:
+        score_q, score_k = tl.gather(score_q, order, 0), tl.gather(score_k, order, 0)
+    score_q, score_k = score_q * (old_scale * q_scale), score_k * (old_scale * k_scale)
     # What an entry's value, or written value, is multiplied by.
     entry = heads[:, None] * W + e[None, :]
     reach = tl.where(old[None, :], tl.exp(since + g[:, None]), 0.0)
@@ -192,6 +213,7 @@ def decode_kernel(
     for block in tl.range(begin, tl.where(live, end, begin), num_stages=S.stages):
         p = block * DEEP + r % DEEP
         inside = p < S.P
+        rows_inside = None if S.P % DEEP == 0 else inside
         across = block * DEEP + tl.arange(0, DEEP)
         past_q, past_k = tl.full([N, 8, DEEP], 0.0, tl.float32), tl.full([N, 8, DEEP], 0.0, tl.float32)
         for i in tl.static_range(S.BE // 8):
@@ -206,7 +228,7 @@ def decode_kernel(
         by_row = row_scales(layer, strides, where, head, head * S.P + p, inside, S)
         sums_q, sums_k = tl.full([S.BP, BK], 0.0, tl.float32), tl.full([S.BP, BK], 0.0, tl.float32)
         for part in tl.static_range(C // PLANES):
-            found = read_state(layer, strides, where, head * S.P + p, inside, part, BK, S)
+            found = read_state(layer, strides, where, head * S.P + p, rows_inside, part, BK, S)
             for plane in tl.static_range(PLANES):
                 s = found[plane].to(tl.float32)
                 sums_q += s * probe_q[part + plane * (C // PLANES)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replayssm.backends.triton.gates import load_or
 from replayssm.backends.triton.quant import below, random_bits, round_stochastic
 
 
@@ -34,15 +35,27 @@ def plane(word, state_dim):
     return (state_dim + 31) // 32 * 16 if word in ("int4", "nvfp4") else state_dim
 
 
+@triton.constexpr_function
+def element_bytes(word):
+    """Bytes of a stored element: one of a four-bit format is two numbers."""
+    return {"fp32": 4, "bf16": 2, "fp16": 2}.get(word, 1)
+
+
 # Columns -------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def columns_of(piece, S: tl.constexpr):
-    """Columns [BK] of one of the C pieces of a row; K where there is none. Pieces of the first plane come first."""
+    """Columns [BK] of one of the C pieces of a row; K where there is none. Pieces of the first plane come first.
+
+    In four runs, as the compiler sees it: so a thread of a step loads as many columns of a key as of a row of the state
+    (see ``tile.operand_order``).
+    """
     EACH: tl.constexpr = S.C // planes(S.read)
     HALF: tl.constexpr = plane(S.read, S.K)
-    at = piece % EACH * S.BK + tl.arange(0, S.BK)
+    RUN: tl.constexpr = S.BK // 4
+    at = tl.arange(0, S.BK)
+    at = piece % EACH * S.BK + (at // RUN * RUN + at % RUN)
     if (EACH == S.C) or (HALF == EACH * S.BK):
         return piece // EACH * HALF + at
     else:
@@ -63,29 +76,6 @@ def fold_columns(part, S: tl.constexpr):
         return part // EACH * HALF + at
     else:
         return tl.where(at < HALF, part // EACH * HALF + at, S.K)
-
-
-@triton.jit
-def whole_columns(WORD: tl.constexpr, S: tl.constexpr):
-    """Columns [BK] of a tile that has all of them, plane after plane; K where there is none."""
-    HALF: tl.constexpr = plane(WORD, S.K)
-    WIDTH: tl.constexpr = S.BK // planes(WORD)
-    at = tl.arange(0, S.BK)
-    if (WIDTH == S.BK) or (WIDTH == HALF):
-        return at
-    else:
-        return tl.where(at % WIDTH < HALF, at // WIDTH * HALF + at % WIDTH, S.K)
-
-
-@triton.jit
-def joined(tiles, WORD: tl.constexpr):
-    """Tiles [BP, N], one a plane, side by side."""
-    if planes(WORD) == 1:
-        return tiles[0]
-    else:
-        ROWS: tl.constexpr = tiles[0].shape[0]
-        WIDTH: tl.constexpr = tiles[0].shape[1]
-        return tl.reshape(tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1)), [ROWS, 2 * WIDTH])
 
 
 # Codes as float16 ----------------------------------------------------------------------------------------------------
@@ -280,11 +270,20 @@ def levels(codes, WORD: tl.constexpr, ARCH: tl.constexpr):
 
 @triton.jit
 def load_levels(pointer, rows, live, columns, WORD: tl.constexpr, S: tl.constexpr):
-    """Elements of the rows [BP] of a state: a tuple of [BP, N], one a plane, for N ``columns`` of each plane."""
+    """Elements of the rows [BP] of a state: a tuple of [BP, N], one a plane, for N ``columns`` of each plane.
+
+    ``live`` is None where all rows are there: an element that a mask could leave out costs an instruction more.
+    """
     ROW: tl.constexpr = plane(WORD, S.K)
-    at = pointer + rows[:, None] * ROW
-    inside = live[:, None] & (columns < ROW)[None, :]
-    return levels(tl.load(at + columns[None, :], mask=inside, other=0), WORD, S.arch)
+    N: tl.constexpr = columns.shape[0]
+    at = pointer + rows[:, None] * ROW + columns[None, :]
+    if live is None and ROW // N * N == ROW:
+        codes = tl.load(at)
+    elif live is None:
+        codes = tl.load(at, mask=(rows >= 0)[:, None] & (columns < ROW)[None, :], other=0)
+    else:
+        codes = tl.load(at, mask=live[:, None] & (columns < ROW)[None, :], other=0)
+    return levels(codes, WORD, S.arch)
 
 
 @triton.jit
@@ -296,6 +295,7 @@ def load_blocks(pointer, rows, live, at, N: tl.constexpr, WORD: tl.constexpr, S:
     ROW: tl.constexpr = plane(WORD, S.K) // 16
     BP: tl.constexpr = rows.shape[0]
     base = pointer + rows[:, None] * (2 * ROW) + at // 16
+    live = rows >= 0 if live is None else live
     scales = ()
     for part in tl.static_range(2):
         if (N % 64 == 0) and (ROW % 4 == 0):
@@ -346,19 +346,10 @@ def row_scales(layer, strides, where, head, rows, live, S: tl.constexpr):
     if is_plain(S.read):
         return tl.full([1], 1.0, tl.float32)
     elif planes(S.read) == 1:
-        return tl.load(layer.scale + where * strides.scale + rows, mask=live, other=0.0)
+        return load_or(layer.scale + where * strides.scale, rows, rows >= 0 if live is None else live, 0.0)
     else:
         scale = tl.load(layer.head_scale + where * strides.head_scale + head)
         return tl.full([1], tile_unit(S.read), tl.float32) * scale
-
-
-@triton.jit
-def operand(tile, S: tl.constexpr):
-    """A tile of ``read_state`` as products take it: numbers of formats with scales fit bfloat16 as well."""
-    if is_plain(S.read) or S.dot == "interpret":
-        return tile
-    else:
-        return tile.to(tl.float32).to(tl.bfloat16)
 
 
 @triton.jit

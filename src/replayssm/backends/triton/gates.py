@@ -20,6 +20,22 @@ def load_or(pointer, offset, mask, default):
 
 
 @triton.jit
+def fall(exponent, S: tl.constexpr):
+    """exp, zero where it is no normal number: that spares many columns the test for it."""
+    if S.arch > 0:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=r,r",
+            [exponent * 1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.exp(exponent)
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp x), the identity above 20.
 
@@ -54,14 +70,20 @@ def gates(a, b, rate, bias, low, high, S: tl.constexpr):
 
 
 @triton.jit
-def head_gates(inputs, strides, token, valid, head, low, high, S: tl.constexpr):
-    """g and β [BT] of the new tokens; g = 0 where no decay per head exists."""
+def gate_inputs(inputs, strides, token, valid, head):
+    """What the gates of a head are computed from, loaded: for tokens and heads that broadcast."""
     at_head = token * 0 + head
     a = load_or(inputs.a, token * strides.a + head, valid, 0.0)
     b = load_or(inputs.b, token * strides.b + head, valid, 1.0)
     rate = load_or(inputs.rate, at_head, valid, 0.0)
     bias = load_or(inputs.bias if inputs.channels is None else None, at_head, valid, 0.0)
-    g, beta = gates(a, b, rate, bias, low, high, S)
+    return a, b, rate, bias
+
+
+@triton.jit
+def head_gates(inputs, raw, valid, low, high, S: tl.constexpr):
+    """g and β of the new tokens from ``gate_inputs``; g = 0 where no decay per head exists."""
+    g, beta = gates(raw[0], raw[1], raw[2], raw[3], low, high, S)
     if inputs.a is None:
         g = tl.zeros_like(beta)
     return tl.where(valid, g, 0.0), tl.where(valid, beta, 0.0)

@@ -85,10 +85,10 @@ class Tile:
     """Launch knobs of one kernel.
 
     Attributes:
-        p, k: rows and columns of a tile of the state. A fold that walks has parts of 32 columns whatever k is.
+        p, k: rows and columns of a tile of the state. A fold that walks has parts of 32 columns whatever k is, a verify
+            step parts of 64 bytes.
         warps: a program.
-        programs: a multiprocessor: the size of the fold's fixed grid, what decode expects to run side by side, and the
-            least that a verify step's work is cut into.
+        programs: a multiprocessor: the size of the fold's fixed grid, and what a step expects to run side by side.
         registers: most registers a thread; 0: the compiler's choice.
         stages: tiles of the state that a step has on their way at once; 1: straight to registers.
         heads: of a tile in decode, of which each has p / heads rows of it; fewer where fewer share a key.
@@ -159,23 +159,32 @@ def walks(layout: Layout) -> bool:
     return layout.recurrence.update == "delta" or layout.recurrence.decay == "channel"
 
 
-def least_tile(kernel: str, layout: Layout) -> tuple[int, int]:
-    """Rows and columns that a tile must have: (1, 1) where any power of two of at least 16 does.
+def decodes(layout: Layout) -> bool:
+    """Whether steps are those of ``decode``: one token a row."""
+    return layout.max_draft == 1
+
+
+def tokens_at_once(layout: Layout) -> int:
+    """See ``Shape.BT``. Queries and keys together are eight columns of a product at least, where both are read."""
+    if decodes(layout):
+        return 1
+    both = layout.recurrence.update == "delta" and layout.recurrence.decay != "channel"
+    return max(4 if both else 8, triton.next_power_of_2(layout.max_draft))
+
+
+def least_rows(kernel: str, layout: Layout) -> int:
+    """Rows that a tile must have: 1 where any power of two of at least 16 does.
 
     The scale of a head's four-bit state comes from all of its elements, that of an entry of "fp16_scaled" from all of
-    head_dim; a verify step's tiles have all columns, both planes of a four-bit row.
+    head_dim.
     """
-    policy, rows, columns = layout.precision, 1, 1
+    policy, rows = layout.precision, 1
     fold = kernel == "fold"
     read = (policy.read_format or policy.checkpoint_format).name
     four = formats.planes(read) == 2 or (fold and formats.planes(policy.checkpoint_format.name) == 2)
     if four if fold else "written_scale" in layout.tensors:
         rows = max(16, triton.next_power_of_2(layout.head_dim))
-    if not fold and layout.max_draft > 1:
-        columns = max(16, triton.next_power_of_2(layout.state_dim))
-        if four:
-            columns = 2 * triton.next_power_of_2(formats.plane(read, layout.state_dim))
-    return int(rows), int(columns)
+    return int(rows)
 
 
 def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
@@ -184,39 +193,41 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     Heuristic, from sweeps on an H200. Decode takes columns in parts of 32, a warp for 16 rows, one warp a program where
     the written values make sums over entries expensive; eight and four bits an element: 64 columns of a plane, so that
     a thread keeps few probes. A fold that walks keeps 64 floats a thread, four programs a multiprocessor. Products take
-    all columns and four warps. Formats that need a whole head at once have more warps.
+    all columns and four warps. A verify step has one warp and as many rows as registers hold. Formats that need a whole
+    head at once have more warps.
     """
     if device.type == "cuda":
         found = tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout))
         if found:
             return Tile(*found)
-    least_rows, columns = least_tile(kernel, layout)
-    columns = max(columns, 16, triton.next_power_of_2(layout.state_dim))
+    least = least_rows(kernel, layout)
+    columns = max(16, triton.next_power_of_2(layout.state_dim))
     rows = max(16, min(64, triton.next_power_of_2(layout.head_dim), 8192 // columns))
     while rows > 16 and layout.head_dim % rows:
         rows //= 2
-    more = max(1, least_rows // rows)
+    more = max(1, least // rows)
     if kernel == "fold":
         if walks(layout):
             return Tile(
                 rows * more, min(32, columns), min(16, max(1, rows * more * columns // 2048)), programs=4, registers=128
             )
         rows = max(16, rows // 2)
-        return Tile(max(rows, least_rows), columns, min(16, max(1, max(rows, least_rows) // 8)), programs=4)
+        return Tile(max(rows, least), columns, min(16, max(1, max(rows, least) // 8)), programs=4)
     if layout.max_draft > 1:
-        # Fewer than 32 rows repeat what a head costs too often, even where a tile is then left half empty.
-        wide = layout.recurrence.decay == "channel" and layout.max_draft > 4
-        height = max(rows * more, min(32, triton.next_power_of_2(layout.head_dim)))
-        return Tile(height, columns, min(16, (8 if wide else 4) * more), stages=1 if wide else 3)
+        if least > 1:
+            return Tile(least, columns, min(16, max(1, least // 32)), programs=4, stages=1)
+        if layout.head_dim % 32:
+            return Tile(16, columns, 1, programs=12, registers=168)
+        return Tile(32, columns, 1, programs=8)
     read = layout.precision.read_format or layout.precision.checkpoint_format
     if not formats.is_plain(read.name):
         width = max(16, min(64, triton.next_power_of_2(formats.plane(read.name, layout.state_dim))))
-        if least_rows > 1:
-            return Tile(least_rows, width, min(16, max(1, least_rows // 8)), programs=4, registers=128)
+        if least > 1:
+            return Tile(least, width, min(16, max(1, least // 8)), programs=4, registers=128)
         return Tile(32, width, 1, programs=8)
     width = min(32, columns)
-    if least_rows > 1:
-        return Tile(least_rows, width, max(1, least_rows // 16), programs=2, registers=128, stages=1)
+    if least > 1:
+        return Tile(least, width, max(1, least // 16), programs=2, registers=128, stages=1)
     if layout.recurrence.update == "add" and layout.recurrence.decay != "channel":
         return Tile(64, width, 4, programs=5, registers=96, stages=1, heads=4)
     return Tile(16, width, 1, registers=128)
@@ -324,14 +335,13 @@ class Kernels:
             raw.high,
         )
         programs = _processors(self.device) * tile.programs
-        if layout.max_draft == 1:
+        if decodes(layout):
             kernel, sets = decode_kernel, amount * layout.heads // shape.N
             most = triton.cdiv(layout.head_dim * shape.N, tile.p)
-            each = balanced(most, sets, programs)
         else:
             kernel, sets = step_kernel, amount * layout.heads // shape.share
             most = triton.cdiv(layout.head_dim, tile.p) * shape.share
-            each = chunk(most, sets * most, programs)
+        each = balanced(most, sets, programs)
         grid = (sets * triton.cdiv(most, each),)
         kernel[grid](*arguments, each, S=shape, **tile.options)
         return out
@@ -423,11 +433,9 @@ class Kernels:
         """The knobs of a kernel; ``tiles`` overrides the table (for tuning)."""
         if kernel not in self.tiles:
             self.tiles[kernel] = choose_tile(kernel, self.cache.layout, self.device)
-        tile, (rows, columns) = self.tiles[kernel], least_tile(kernel, self.cache.layout)
-        if tile.p < rows or tile.k < columns:
-            raise ReplayError(
-                f"tile: {kernel} of this layout needs at least {rows} × {columns}, got {tile.p} × {tile.k}"
-            )
+        tile, rows = self.tiles[kernel], least_rows(kernel, self.cache.layout)
+        if tile.p < rows:
+            raise ReplayError(f"tile: {kernel} of this layout needs at least {rows} rows, got {tile.p}")
         return tile
 
     def on_device(self, rows: Rows) -> Rows:
@@ -550,21 +558,12 @@ class Kernels:
 
     def _shape(self, tile: Tile, gate: str = "linear", unit: bool = False, tree: bool = False) -> Shape:
         layout = self.cache.layout
-        block = 1 if layout.max_draft == 1 else max(8, triton.next_power_of_2(layout.max_draft))
-        return make_shape(layout, tile, gate, unit, tree, tokens=block, arch=_capability(self.device))
+        return make_shape(layout, tile, gate, unit, tree, tokens_at_once(layout), arch=_capability(self.device))
 
 
 def _bound(rows: Rows, tokens: int) -> int:
     """Tokens that have what they need: a tree's parents may be fewer than the inputs, whose end is padding."""
     return tokens if rows.parents is None else min(tokens, len(rows.parents))
-
-
-def chunk(most: int, tiles: int, programs: int) -> int:
-    """Tiles that one program of a step takes: at most ``most``, a power of two, and so that there are ``programs``."""
-    each = 1
-    while each * 2 <= most and tiles // (each * 2) >= programs:
-        each *= 2
-    return each
 
 
 def balanced(most: int, sets: int, programs: int) -> int:
@@ -580,13 +579,22 @@ def balanced(most: int, sets: int, programs: int) -> int:
 
 
 def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, tokens: int, arch: int = 0) -> Shape:
-    """The compile-time record of a launch. BE: the whole window for the step, blocks of 16 for the fold."""
+    """The compile-time record of a launch. BE: the whole window for the step, blocks of 16 for the fold.
+
+    A step of several tokens takes columns as ``tile.operand_order`` wants them: four threads a row, sixteen bytes each.
+    """
     share = 1 if layout.recurrence.decay == "channel" else layout.heads // layout.groups
     heads = 1
     while share % (2 * heads) == 0 and 2 * heads <= tile.heads:
         heads *= 2
     columns = triton.next_power_of_2(layout.state_dim)
     read = (layout.precision.read_format or layout.precision.checkpoint_format).name
+    half = formats.plane(read, layout.state_dim)
+    if tokens > 1:
+        piece = max(16, min(64 // formats.element_bytes(read), triton.next_power_of_2(half)))
+        pieces = triton.cdiv(half, piece)
+    else:
+        piece, pieces = tile.k, triton.next_power_of_2(triton.cdiv(half, tile.k))
     return Shape(
         layout.heads,
         layout.groups,
@@ -597,8 +605,8 @@ def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, to
         BT=tokens,
         BE=max(16, triton.next_power_of_2(layout.window)),
         BP=tile.p,
-        BK=tile.k,
-        C=formats.planes(read) * triton.next_power_of_2(triton.cdiv(formats.plane(read, layout.state_dim), tile.k)),
+        BK=piece,
+        C=formats.planes(read) * pieces,
         KP=columns,
         N=heads,
         share=share,

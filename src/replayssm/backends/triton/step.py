@@ -1,8 +1,11 @@
 """The step: outputs of a row's new tokens from the checkpoint and the buffer, and their entries (docs: mathematics).
 
-Queries and keys of a row's tokens are the rows of one matrix x [M, K], M = 2·BT: queries first, keys behind. So the
-state, the entries and the tokens among themselves are read with one product each. ``decode`` is the same for one token.
-Letters as in ``backends.torch``.
+Queries and keys of a row's tokens are the rows of one matrix x [J, K], J = 2·BT: queries first, keys behind. All of
+them read the state and the entries, M = J, where written values depend on what is there; else the queries do, M = BT.
+``decode`` is the same for one token. Letters as in ``backends.torch``.
+
+Tiles of the state are factors on the left, in C pieces of BK columns, so that they go from memory to tensor cores
+through registers alone (``tile.state_terms``); outputs and written values [BP, M] have a token a column.
 """
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
@@ -14,17 +17,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.formats import (
-    joined,
-    operand,
-    planes,
-    read_state,
-    row_scales,
-    store_written,
-    whole_columns,
+from replayssm.backends.triton.formats import planes, read_state, row_scales, store_written
+from replayssm.backends.triton.gates import gate_inputs, head_gates, load_or, unit_scales
+from replayssm.backends.triton.probes import blocks_of, probes_of_group, probes_of_head
+from replayssm.backends.triton.tile import (
+    accumulate,
+    ancestors,
+    between,
+    cut,
+    no_sums,
+    product_of_terms,
+    sixteen,
+    state_terms,
+    turned,
 )
-from replayssm.backends.triton.gates import channel_gates, head_gates, load_or, unit_scales
-from replayssm.backends.triton.tile import ancestors, between, exact, pairs_by_channel, product, write
 
 # What is wrong with a row, as ``launch`` words it.
 BAD_SLOT = tl.constexpr(1)
@@ -71,68 +77,86 @@ def clear(out, first, last, head, p, S: tl.constexpr):
 
 
 @triton.jit
-def decay_of_entries(decay, e, length):
-    """Exponents of a head's scalar decay: entry -> now [BE], checkpoint -> now.
-
-    Each is a sum over its own segment: the entries after e are loaded one place further and summed from the end.
+def entries_of(layer, strides, where, head, e, known, S: tl.constexpr):
+    """What is stored of a head's entries beside vectors, loaded: decays of those after e [BE] and of the first, and
+    what goes on the values or the written values [BE].
     """
-    if decay is None:
-        return e * 0.0, 0.0
+    later, first = e * 0.0, 0.0
+    if layer.decay is not None:
+        decay = layer.decay + where * strides.decay + head * S.W
+        later = tl.load(decay + e + 1, mask=e + 1 < known, other=0.0)
+        first = tl.load(decay, mask=known > 0, other=0.0)
+    if layer.written is None:
+        weight = tl.load(layer.weight + where * strides.weight + head * S.W + e, mask=e < known, other=0.0)
     else:
-        later = tl.load(decay + e + 1, mask=e + 1 < length, other=0.0)
-        first = tl.load(decay, mask=length > 0, other=0.0)
-        return tl.cumsum(later, 0, reverse=True), tl.sum(later, 0) + first
+        scales = None
+        if layer.written_scale is not None:
+            scales = layer.written_scale + where * strides.written_scale + head * S.W
+        weight = load_or(scales, e, e < known, 1.0)
+    return later, first, weight
 
 
 @triton.jit
-def pairs_of_tree(x, g, line, mine, S: tl.constexpr):
-    """Σ_c x_i[c] k_j[c] exp(Σ g_m[c] over the path from j to i) in a tree: [M, M], every token's path anew."""
-    T: tl.constexpr = S.T
-    rank = tl.arange(0, 2 * S.BT)
-    once = tl.where(mine[:, None], g, 0.0)
-    by_key = tl.full([2 * S.BT, 2 * S.BT], 0.0, tl.float32)
-    for i in range(T):
-        path = tl.sum(tl.where((rank == i)[:, None], line.to(tl.int32), 0), 0)
-        apart = exact((path[None, :] > line.to(tl.int32)) & mine[None, :], S)
-        decayed = x * tl.exp(product(apart, once, S))
-        q = tl.sum(tl.where((rank == i)[:, None], x, 0.0), 0)
-        k = tl.sum(tl.where((rank == S.BT + i)[:, None], x, 0.0), 0)
-        by_key = tl.where((rank == i)[None, :], tl.sum(decayed * q[None, :], 1)[:, None], by_key)
-        by_key = tl.where((rank == S.BT + i)[None, :], tl.sum(decayed * k[None, :], 1)[:, None], by_key)
-    return tl.trans(by_key)
+def reach_of(stored, e, known):
+    """What entries' values are multiplied by [BE], and the exponent from the checkpoint to now, from ``entries_of``.
+
+    An exponent is a sum over its own segment, from the end.
+    """
+    since = tl.cumsum(stored[0], 0, reverse=True)
+    return tl.where(e < known, tl.exp(since) * stored[2], 0.0), tl.sum(stored[0], 0) + stored[1]
 
 
 @triton.jit
-def channel_decay(
-    past, inputs, strides, keys, x, e, length, token, valid, head, columns, place, t, line, mine, low, high,
-    S: tl.constexpr,
-):  # fmt: skip
-    """With a decay per channel: keys decayed to now, x as probes of the checkpoint and of the entries, scores among x.
+def values_of(pointer, p, known, S: tl.constexpr):
+    """Values, or written values, of the entries that are there: blocks [16, BP], loaded."""
+    e = tl.arange(0, 16)
+    blocks = ()
+    for n in tl.static_range(S.BE // 16):
+        there = (n * 16 + e < known)[:, None] & (p < S.P)[None, :]
+        blocks = blocks + (tl.load(pointer + (n * 16 + e)[:, None] * S.P + p[None, :], mask=there, other=0.0),)
+    return blocks
 
-    The new tokens' decays are appended too.
-    """
-    if past is None:
-        return keys, x, x, product(x, tl.trans(x), S)
+
+@triton.jit
+def as_loaded(x, S: tl.constexpr):
+    """x in the threads that loaded it: the compiler would fetch float32 in the order of a product, word by word."""
+    if S.arch > 0 and x.dtype == tl.float32:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
     else:
-        wide = (columns < S.K)[None, :]
-        later = tl.load(
-            past + S.K + e[:, None] * S.K + columns[None, :], mask=(e + 1 < length)[:, None] & wide, other=0.0
-        )
-        first = tl.load(past + columns, mask=(columns < S.K) & (length > 0), other=0.0)
-        total = (tl.sum(later, 0) + first)[None, :]
-        inside = valid[:, None] & wide
-        g = channel_gates(inputs, strides, token[:, None], inside, head, columns[None, :], low, high, S)
-        tl.store(past + place[:, None] * S.K + columns[None, :], g, mask=inside & mine[:, None])
-        x = x.to(tl.float32)
-        decayed = keys.to(tl.float32) * tl.exp(tl.cumsum(later, 0, reverse=True))
-        along = product(exact(line & mine[None, :], S), g, S)
-        if S.tree:
-            scores = pairs_of_tree(x, g, line, mine, S)
-        else:
-            T: tl.constexpr = S.T
-            own = tl.where(t[:, None] == t[None, :], product(x, tl.trans(x), S), 0.0)
-            scores = own + pairs_by_channel(x, g, t, mine, T, S)
-        return decayed, x * tl.exp(along + total), x * tl.exp(along), scores
+        return x
+
+
+@triton.jit
+def add_entries(sums, values, reach, known, S: tl.constexpr):
+    """The sums of a product [BP, M] and what the entries add to it, blocks that nobody is in left out."""
+    large, middle, small = sums
+    for n in tl.static_range(S.BE // 16):
+        if n * 16 < known:
+            large, middle, small = accumulate(
+                (large, middle, small), turned(cut(as_loaded(values[n], S), S)), reach[n], S
+            )
+    return large, middle, small
+
+
+@triton.jit
+def responses(now, beta, j, is_k, S: tl.constexpr):
+    """How outputs and written values follow from what the tokens bring: Z [M, J].
+
+    What token j brings is w_j, its β (v − what the state before all of them holds for its key), or its v where nothing
+    is taken from that. ``now`` are the scores of x_i and k_j. A written value is u_i = w_i − β_i Σ_j<i now_ij u_j, an
+    output takes Σ_j≤i now_ij u_j more. The rows of Z are found one token after another, by substitution.
+    """
+    if S.update == "delta":
+        T: tl.constexpr = S.T
+        takes = tl.where(is_k[:, None], tl.where(j[:, None] == j[None, :], 0.0, -beta[:, None] * now), now)
+        found = tl.where(is_k[:, None] & (j[:, None] == j[None, :]), 1.0, 0.0)
+        for t in tl.static_range(T):
+            its_row = tl.sum(tl.where((j == S.BT + t)[:, None], found, 0.0), 0)
+            its_column = tl.sum(tl.where((j == S.BT + t)[None, :], takes, 0.0), 1)
+            found += its_column[:, None] * its_row[None, :]
+        return found
+    else:
+        return now * beta[None, :]
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "bound", "slots", "each"])
@@ -152,32 +176,35 @@ def step_kernel(
     each,
     S: tl.constexpr,
 ):
-    """Grid: rows × sets of heads with one key and one decay of it × chunks of ``each`` tiles of head_dim.
+    """Grid: rows × sets of heads with one key and one decay of it × chunks of ``each`` of the set's tiles.
 
-    What a set shares (x, its scores among itself and with the entries' keys) is computed once; then its tiles go by,
-    the next one's state on its way while this one is read. ``each`` is no compile-time number: a result must not depend
-    on it. ``tokens`` N and ``bound``, how many of them have all that they need (parents may be fewer).
+    What a set shares (x, its scores among itself and with the entries' keys) is computed once, what a head needs once
+    for its tiles. ``each`` is no compile-time number: a result must not depend on it. ``tokens`` N and ``bound``, how
+    many of them have all that they need (parents may be fewer).
     """
     W: tl.constexpr = S.W
     T: tl.constexpr = S.T
-    M: tl.constexpr = 2 * S.BT
-    tiles: tl.constexpr = (S.P + S.BP - 1) // S.BP
-    chunks = (S.share * tiles + each - 1) // each
+    K: tl.constexpr = S.K
+    C: tl.constexpr = S.C
+    J: tl.constexpr = 2 * S.BT
+    KEYS_READ: tl.constexpr = S.update == "delta" or layer.channels is not None
+    M: tl.constexpr = J if KEYS_READ else S.BT
+    PLANES: tl.constexpr = planes(S.read)
+    ACT: tl.constexpr = inputs.q.dtype.element_ty
+    PROBE: tl.constexpr = ACT if layer.channels is None else tl.float32
+    blocks: tl.constexpr = (S.P + S.BP - 1) // S.BP
+    chunks = (S.share * blocks + each - 1) // each
     pid = tl.program_id(0)
     row = pid // (chunks * (S.H // S.share))
     shared = (pid // chunks) % (S.H // S.share) * S.share
     chunk = pid % chunks
     group = shared // (S.H // S.G)
-    READ: tl.constexpr = S.read
-    WIDTH: tl.constexpr = S.BK // planes(READ)
-    columns = whole_columns(READ, S)
-    wide = (columns < S.K)[None, :]
 
     slot, start, count, length, code = admit(batch, row, slots, bound, W, T)
-    i = tl.arange(0, M)
-    t = i % S.BT
-    is_k = i >= S.BT
-    line, fault = ancestors(batch.parents, start, tl.where(code == 0, count, 0), t, S)
+    j = tl.arange(0, J)
+    t = j % S.BT
+    is_k = j >= S.BT
+    line, fault = ancestors(batch.parents, start, tl.where(code == 0, count, 0), t, t, S)
     code = tl.where((fault != 0) & (slot >= 0), BAD_PARENT, code)
     live = (slot >= 0) & (slot < slots) & (code == 0)
     where = slot.to(tl.int64)
@@ -185,93 +212,108 @@ def step_kernel(
     valid = (t < count) & live
     token = start.to(tl.int64) + t
     place = length + t
-    at = group * S.K + columns[None, :]
-    q = tl.load(inputs.q + (token * token_strides.q)[:, None] + at, mask=(valid & ~is_k)[:, None] & wide, other=0.0)
-    k = tl.load(inputs.k + (token * token_strides.k)[:, None] + at, mask=(valid & is_k)[:, None] & wide, other=0.0)
+    # Of what reads: its token, whether it is a query, and on whose path it is.
+    asks = tl.arange(0, M)
+    asks_q = asks < S.BT
+    asks_valid = (asks % S.BT < count) & live
+    asks_token = start.to(tl.int64) + asks % S.BT
+    path = line
+    if not KEYS_READ:
+        path, _ = ancestors(batch.parents, start, tl.where(live, count, 0), asks, t, S)
     e = tl.arange(0, S.BE)
-    old = e < known
-    key = layer.key + where * strides.key + group * S.W * S.K
-    channels = None if layer.channels is None else layer.channels + where * strides.channels + shared * S.W * S.K
-    key_scale = None if layer.key_scale is None else layer.key_scale + where * strides.key_scale + group * S.W
-    keys = tl.load(key + e[:, None] * S.K + columns[None, :], mask=old[:, None] & wide, other=0.0)
-    old_scale = load_or(key_scale, e, old, 1.0)
-    x = tl.where(is_k[:, None], k, q)
-    squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
-    q_scale, k_scale = unit_scales(squares, squares, S)
-    scale = tl.where(is_k, k_scale, q_scale)
-    keys, far, near, scores = channel_decay(
-        channels, inputs, token_strides, keys, x, e, known, token, valid, shared, columns, place, t, line, is_k, low,
-        high, S,
-    )  # fmt: skip
-    # Scales and a head's decay go on afterwards, to a few numbers instead of to the state.
-    scores = tl.where(line & is_k[None, :], scores * scale[:, None] * scale[None, :], 0.0)
-    old_scores = product(near, tl.trans(keys), S) * scale[:, None] * old_scale[None, :]
+    key = layer.key + where * strides.key + group * W * K
+    channels = None if layer.channels is None else layer.channels + where * strides.channels + shared * W * K
+    key_scale = None if layer.key_scale is None else layer.key_scale + where * strides.key_scale + group * W
     first_of_group = valid & is_k & (chunk == 0) & (shared % (S.H // S.G) == 0)
-    tl.store(key + place[:, None] * S.K + columns[None, :], k, mask=first_of_group[:, None] & wide)
+
+    readers = asks_token, (asks_valid & asks_q)[:, None], token, (valid & is_k)[:, None], is_k
+    to = key + place[:, None] * K, first_of_group[:, None]
+    if channels is None:
+        group_reads = probes_of_group(inputs, token_strides, group, key, to, readers, known, KEYS_READ, S)
+    else:
+        group_reads = probes_of_head(
+            inputs, token_strides, shared, group, key, to, channels, place, readers, known, line, t, valid, low, high, S
+        )
+    probes, scores, old_scores, asks_squares, squares = group_reads
+    # Scales and a head's decay go on afterwards, to a few numbers instead of to the state.
+    q_scale, k_scale = unit_scales(asks_squares, squares, S)
+    scale = tl.where(is_k, k_scale, q_scale) if KEYS_READ else q_scale
+    scores = tl.where(path & is_k[None, :], scores * scale[:, None] * k_scale[None, :], 0.0)
+    old_scales = blocks_of(load_or(key_scale, e, e < known, 1.0)[None, :])
     if key_scale is not None:
         tl.store(key_scale + place, k_scale, mask=first_of_group)
 
-    # The gates of all the set's heads at once: in the loop they would be waited for.
-    heads = shared + tl.arange(0, S.lanes)[None, :]
-    there = valid[:, None] & (heads < shared + S.share)
-    gates_g, gates_beta = head_gates(inputs, token_strides, token[:, None], there, heads, low, high, S)
-    for item in tl.range(chunk * each, tl.minimum(chunk * each + each, S.share * tiles), num_stages=S.stages):
-        head = shared + item // tiles
-        tile = item % tiles
-        p = tile * S.BP + tl.arange(0, S.BP)
-        inside = p < S.P
-        found = read_state(layer, strides, where, head * S.P + p, inside & live, 0, WIDTH, S)
-        s = operand(joined(found, READ), S)
-        by_row = row_scales(layer, strides, where, head, head * S.P + p, inside & live, S)
-        entries = head * S.W
-        value = layer.value + where * strides.value + entries * S.P
-        weight = layer.weight + where * strides.weight + entries
-        decay = None if layer.decay is None else layer.decay + where * strides.decay + entries
-        written = None if layer.written is None else layer.written + where * strides.written + entries * S.P
-        lower = None if layer.written_low is None else layer.written_low + where * strides.written_low + entries * S.P
-        scales = None if layer.written_scale is None else layer.written_scale + where * strides.written_scale + entries
-        at_v = head * S.P + p[None, :]
-        here = (valid & is_k)[:, None] & inside[None, :]
-        v = tl.load(inputs.v + (token * token_strides.v)[:, None] + at_v, mask=here, other=0.0)
-        g = tl.sum(tl.where(heads == head, gates_g, 0.0), 1)
-        beta = tl.sum(tl.where(heads == head, gates_beta, 0.0), 1)
-        since, total = decay_of_entries(decay, e, known)
-        along = tl.sum(tl.where(line & is_k[None, :], g[None, :], 0.0), 1)
-        reach = tl.exp(since[None, :] + along[:, None]) * old_scores
-        here_u = old[:, None] & inside[None, :]
-        at_u = e[:, None] * S.P + p[None, :]
-        if written is None:
-            reach *= tl.load(weight + e, mask=old, other=0.0)[None, :]
-            old_u = tl.load(value + at_u, mask=here_u, other=0.0)
-        else:
-            reach *= load_or(scales, e, old, 1.0)[None, :]
-            old_u = tl.load(written + at_u, mask=here_u, other=0.0)
-        reach = tl.where(old[None, :], reach, 0.0)
-        seen = product(far, tl.trans(s), S) * (tl.exp(total + along) * scale)[:, None] * by_row[None, :]
-        seen += product(reach, old_u, S)
-        if lower is not None:
-            seen += product(reach, tl.load(lower + at_u, mask=here_u, other=0.0), S)
-        now = scores if layer.decay is None else scores * tl.exp(between(g, line, is_k, S))
-        among = tl.where(is_k[:, None] & (i[:, None] != i[None, :]), now, 0.0)
-        u = write(v.to(tl.float32), tl.where(is_k, beta, 0.0), seen, among, T, S)
-        result = seen + product(now, u, S)
-        mask = (valid & ~is_k)[:, None] & inside[None, :]
-        tl.store(out + (token * S.H * S.P)[:, None] + at_v, result.to(out.dtype.element_ty), mask=mask)
-        tl.store(value + place[:, None] * S.P + p[None, :], v, mask=here)
-        if written is not None:
-            store_written(written, lower, scales, place[:, None], p[None, :], u, here, S)
-        first_of_head = valid & is_k & (tile == 0)
-        tl.store(weight + place, beta, mask=first_of_head)
-        if decay is not None:
-            tl.store(decay + place, g, mask=first_of_head)
+    begin = chunk * each
+    end = tl.minimum(begin + each, S.share * blocks)
+    here = shared + begin // blocks
+    last = shared + (tl.where(live, end, begin) + blocks - 1) // blocks
+    stored = entries_of(layer, strides, where, here, e, known, S)
+    g, beta = head_gates(inputs, gate_inputs(inputs, token_strides, token, valid, here), valid, low, high, S)
+    weight_of_entry, total = reach_of(stored, e, known)
+    for head in tl.range(here, last, num_stages=1):
+        # The next head's numbers come while this one's tiles go by.
+        behind = tl.minimum(head + 1, last - 1)
+        stored = entries_of(layer, strides, where, behind, e, known, S)
+        raw = gate_inputs(inputs, token_strides, token, valid, behind)
+        value = layer.value + where * strides.value + head * W * S.P
+        written = None if layer.written is None else layer.written + where * strides.written + head * W * S.P
+        lower = None if layer.written_low is None else layer.written_low + where * strides.written_low + head * W * S.P
+        scales = None if layer.written_scale is None else layer.written_scale + where * strides.written_scale + head * W
+        beta = tl.where(is_k, beta, 0.0)
+        along = tl.sum(tl.where(path & is_k[None, :], g[None, :], 0.0), 1)
+        weights = blocks_of(weight_of_entry[None, :])
+        reach = ()
+        for n in tl.static_range(S.BE // 16):
+            on_entries = old_scores[n] * (tl.exp(along) * scale)[:, None] * (weights[n] * old_scales[n])
+            reach = reach + (turned(cut(on_entries, S)),)
+        now = scores if layer.decay is None else scores * tl.exp(between(g, path, line, is_k, S))
+        response = turned(cut(sixteen(responses(now, beta, j, is_k, S)), S))
+        distant = tl.exp(total + along) * scale
+        tl.store(layer.weight + where * strides.weight + head * W + place, beta, mask=valid & is_k)
+        if layer.decay is not None:
+            tl.store(layer.decay + where * strides.decay + head * W + place, g, mask=valid & is_k)
+
+        first = (head - shared) * blocks
+        for block in tl.range(tl.maximum(begin - first, 0), tl.minimum(end - first, blocks), num_stages=S.stages):
+            p = block * S.BP + tl.arange(0, S.BP)
+            inside = p < S.P
+            rows_inside = None if S.P % S.BP == 0 else inside
+            old_u = values_of(value if written is None else written, p, known, S)
+            at_v = head * S.P + p[:, None]
+            brought = (valid & is_k)[None, :] & inside[:, None]
+            v = tl.load(inputs.v + (token * token_strides.v)[None, :] + at_v, mask=brought, other=0.0)
+            sums = no_sums(S.BP, M)
+            for part in tl.static_range(C // PLANES):
+                found = read_state(layer, strides, where, head * S.P + p, rows_inside, part, S.BK, S)
+                for plane in tl.static_range(PLANES):
+                    terms = state_terms(found[plane], ACT, PROBE, S)
+                    sums = accumulate(sums, terms, probes[part + plane * (C // PLANES)], S)
+            by_row = row_scales(layer, strides, where, head, head * S.P + p, rows_inside, S)
+            seen = (sums[0] + (sums[1] + sums[2])) * (distant[None, :] * by_row[:, None])
+            sums = add_entries((seen, no_sums(S.BP, M)[0], no_sums(S.BP, M)[0]), old_u, reach, known, S)
+            if lower is not None:
+                sums = add_entries(sums, values_of(lower, p, known, S), reach, known, S)
+            seen = sums[0] + (sums[1] + sums[2])
+            if S.update == "delta":
+                found = product_of_terms(cut(sixteen(beta[None, :] * (v.to(tl.float32) - seen)), S), response, S)
+            else:
+                found = product_of_terms(cut(v, S), response, S)
+            mask = (asks_valid & asks_q)[None, :] & inside[:, None]
+            result = (seen + found).to(out.dtype.element_ty)
+            tl.store(out + (asks_token * S.H * S.P)[None, :] + at_v, result, mask=mask)
+            tl.store(value + place[None, :] * S.P + p[:, None], v, mask=brought)
+            if written is not None:
+                store_written(written, lower, scales, place[:, None], p[None, :], tl.trans(found), tl.trans(brought), S)
+        g, beta = head_gates(inputs, raw, valid, low, high, S)
+        weight_of_entry, total = reach_of(stored, e, known)
 
     if live & (shared == 0) & (chunk == 0):
         tl.store(batch.drafts + slot, count)
     # Outputs that nobody computes are zero.
     if (live == 0) | (row == rows - 1):
-        for item in range(chunk * each, tl.minimum(chunk * each + each, S.share * tiles)):
-            head = shared + item // tiles
-            p = item % tiles * S.BP + tl.arange(0, S.BP)
+        for item in range(begin, end):
+            head = shared + item // blocks
+            p = item % blocks * S.BP + tl.arange(0, S.BP)
             if row == rows - 1:
                 clear(out, tl.maximum(start + count, 0), tokens, head, p, S)
             if live == 0:

@@ -1,4 +1,4 @@
-"""What every kernel is made of: products at float32 accuracy, the triangular solve, paths of drafts."""
+"""What every kernel is made of: products at float32 accuracy, paths of drafts, scores of pairs."""
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -9,102 +9,156 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replayssm.backends.triton.formats import element_bytes
+from replayssm.backends.triton.gates import fall
+
 
 @triton.jit
-def terms(x):
-    """Three bfloat16 numbers whose sum is x (float32), to the bit: 8 of its 24 digits each, cut off, not rounded.
+def cut(x, S: tl.constexpr):
+    """x as a tuple of factors that tensor cores take, the largest first, whose sum is x to the bit.
 
-    In integer arithmetic: conversions with rounding have an eighth of its rate.
+    bfloat16 is one. Others are cut into bfloat16 terms of 8 digits each, cut off, not rounded: float16 into two,
+    float32 into three. In integer arithmetic: conversions with rounding have an eighth of its rate.
     """
-    bits = x.to(tl.uint32, bitcast=True)
-    rest = x - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    rest_bits = rest.to(tl.uint32, bitcast=True)
-    last = rest - (rest_bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    last_bits = last.to(tl.uint32, bitcast=True)
-    high = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    middle = (rest_bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return high, middle, (last_bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if S.dot == "interpret":
+        return (x.to(tl.float32),)
+    elif x.dtype == tl.bfloat16:
+        return (x,)
+    else:
+        wide = x.to(tl.float32)
+        bits = wide.to(tl.uint32, bitcast=True)
+        rest = wide - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+        rest_bits = rest.to(tl.uint32, bitcast=True)
+        high = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        middle = (rest_bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        if x.dtype == tl.float16:
+            return high, middle
+        else:
+            last = rest - (rest_bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+            last_bits = last.to(tl.uint32, bitcast=True)
+            return high, middle, (last_bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def halves(x):
+    """x (float32) as two numbers of tf32, of 11 digits each, the larger one rounded: what is left has 12 at most, and
+    tensor cores leave out the last, so that x is read to half a digit.
+    """
+    bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
+    high = bits.to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def turned(terms):
+    """The transposes of terms: to cut first keeps words of sixteen bytes whole on the way."""
+    found = ()
+    for n in tl.static_range(len(terms)):
+        found = found + (tl.trans(terms[n]),)
+    return found
+
+
+@triton.jit
+def accumulate(sums, a, b, S: tl.constexpr):
+    """Add a [M, C] @ b [C, N], both as terms, to a product that three sums make, the largest terms' first.
+
+    Products of terms that are below the last digit of float32 are left out.
+    """
+    large, middle, small = sums
+    LEVELS: tl.constexpr = max(len(a), len(b))
+    PRECISION: tl.constexpr = "tf32" if S.arch > 0 else "ieee"
+    for i in tl.static_range(len(a)):
+        for j in tl.static_range(len(b)):
+            if i + j == 0:
+                large = tl.dot(a[i], b[j], large, input_precision=PRECISION)
+            elif i + j < LEVELS:
+                if i + j == 1:
+                    middle = tl.dot(a[i], b[j], middle, input_precision=PRECISION)
+                else:
+                    small = tl.dot(a[i], b[j], small, input_precision=PRECISION)
+    return large, middle, small
+
+
+@triton.jit
+def no_sums(M: tl.constexpr, N: tl.constexpr):
+    """What ``accumulate`` begins with."""
+    zero = tl.full([M, N], 0.0, tl.float32)
+    return zero, zero, zero
+
+
+@triton.jit
+def product_of_terms(a, b, S: tl.constexpr):
+    """a [M, C] @ b [C, N], both as terms, to float32 accuracy."""
+    sums = accumulate(no_sums(a[0].shape[0], b[0].shape[1]), a, b, S)
+    return sums[0] + (sums[1] + sums[2])
 
 
 @triton.jit
 def product(a, b, S: tl.constexpr):
-    """a [M, C] @ b [C, N] to float32 accuracy, on tensor cores.
-
-    Two operands of one 16-bit type are multiplied exactly. A float32 operand is cut into three bfloat16 terms: three
-    products beside a bfloat16 operand, six beside another float32 one (the other three are below its last digit). One
-    tf32 product would lose half of the digits.
-    """
-    if S.dot == "interpret":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    elif (a.dtype == b.dtype) and (a.dtype.primitive_bitwidth == 16):
+    """a [M, C] @ b [C, N] to float32 accuracy, on tensor cores. One tf32 product would lose half of the digits."""
+    if S.dot != "interpret" and a.dtype == tl.float16 and b.dtype == tl.float16:
         return tl.dot(a, b)
-    elif a.dtype == tl.bfloat16:
-        high, middle, low = terms(b.to(tl.float32))
-        return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low)))
-    elif b.dtype == tl.bfloat16:
-        high, middle, low = terms(a.to(tl.float32))
-        return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b)))
     else:
-        high, middle, low = terms(a.to(tl.float32))
-        b_high, b_middle, b_low = terms(b.to(tl.float32))
-        small = tl.dot(middle, b_middle, tl.dot(low, b_high, tl.dot(high, b_low)))
-        return tl.dot(high, b_high, tl.dot(high, b_middle, tl.dot(middle, b_high, small)))
+        return product_of_terms(cut(a, S), cut(b, S), S)
 
 
 @triton.jit
-def solve(a, right, N: tl.constexpr, S: tl.constexpr):
-    """(I + a)⁻¹ right for a strictly lower triangular a [E, E] and right [E, M].
+def state_terms(x, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.constexpr):
+    """Columns [R, BK] of the state, or of probes, as terms of a product of the two.
 
-    a must be zero outside of diagonal blocks of N rows (rounded up to a power of two).
+    Where both are exact in one 16-bit type they go as they are, else in halves. ``ACT`` is the element type of
+    activations, ``PROBE`` that of probes.
 
-    The inverse is built from blocks: two neighbouring inverses X, Z of n rows and the block b below X make the
-    inverse of 2n rows, whose block is −Z b X. log₂ E levels instead of E dependent columns, and as stable as
-    substitution (a product of powers of a is not: it cancels).
+    Columns are put in another order, the same for both factors: a thread that loads BK/4 columns of a row, as one word
+    of sixteen bytes, then has just those that tensor cores take from it, and nothing moves between threads. These are
+    runs of as many as the compiler sees fit into 32 bits, of the narrowest numbers that go into the product.
     """
-    E: tl.constexpr = a.shape[0]
-    if E == 1:
-        return right
+    R: tl.constexpr = x.shape[0]
+    BK: tl.constexpr = x.shape[1]
+    STATE_BITS: tl.constexpr = 8 * element_bytes(S.read)
+    RUN: tl.constexpr = 32 // min(STATE_BITS, ACT.primitive_bitwidth)
+    EXACT: tl.constexpr = PROBE.primitive_bitwidth == 16 and (
+        S.read == "fp16" if tl.float16 == PROBE else S.read != "fp16" and S.read != "fp32"
+    )
+    ordered = tl.reshape(tl.permute(tl.reshape(x, [R, 4, BK // (4 * RUN), RUN]), [0, 2, 1, 3]), [R, BK])
+    if S.dot == "interpret":
+        return (ordered.to(tl.float32),)
+    elif EXACT:
+        return (ordered.to(PROBE),)
+    elif x.dtype == tl.float32:
+        return halves(ordered)
     else:
-        i = tl.arange(0, E)[:, None]
-        j = tl.arange(0, E)[None, :]
-        inverse = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (j < i), a, 0.0)
-        for level in tl.static_range(1, 7):
-            if (1 << level) < N:
-                below = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level) & (j < i)
-                block = tl.where(below, a, 0.0)
-                inverse -= product(product(inverse, block, S), inverse, S)
-        return product(inverse, right, S)
+        return (ordered.to(tl.float32),)
 
 
 @triton.jit
-def write(v, beta, seen, among, N: tl.constexpr, S: tl.constexpr):
-    """The values u [E, BP] that tokens write: new ones, or a block of entries.
-
-    ``seen`` is what the state before them holds for their keys, ``among`` the scores of k_i and the k_j before it.
-    """
-    if S.update == "delta":
-        return solve(beta[:, None] * among, beta[:, None] * (v - seen), N, S)
+def sixteen(x):
+    """x [R, J] with zeros behind it, where J is less than the sixteen that a product adds up at least."""
+    J: tl.constexpr = x.shape[1]
+    if J >= 16:
+        return x
     else:
-        return beta[:, None] * v
+        both = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1))
+        return tl.reshape(both, [x.shape[0], 2 * J])
 
 
 @triton.jit
-def ancestors(parents, start, count, t, S: tl.constexpr):
-    """Whether token t_j is token t_i itself or an ancestor of it, int1 [M, M]; and whether some parent is none."""
+def ancestors(parents, start, count, t, of, S: tl.constexpr):
+    """Whether the token of_j [J] is the token t_i [M] or an ancestor of it, int1; and whether some parent is none."""
     if S.tree:
-        found = t[:, None] == t[None, :]
+        found = t[:, None] == of[None, :]
         above = tl.load(parents + start + t, mask=t < count, other=-1)
         bad = (above < -1) | (above >= t)
         fault = tl.max(bad.to(tl.int32), 0)
         above = tl.where(bad, -1, above)
         T: tl.constexpr = S.T
         for _ in tl.static_range(T - 1):
-            found = found | (above[:, None] == t[None, :])
+            found = found | (above[:, None] == of[None, :])
             above = tl.load(parents + start + above, mask=above >= 0, other=-1)
             above = tl.minimum(above, t - 1)
         return found, fault
     else:
-        return t[None, :] <= t[:, None], 0
+        return of[None, :] <= t[:, None], 0
 
 
 @triton.jit
@@ -114,14 +168,17 @@ def exact(mask, S: tl.constexpr):
 
 
 @triton.jit
-def between(g, line, mine, S: tl.constexpr):
-    """Σ g over the path from j (excluded) to i, where j is on i's path: [M, M].
+def between(g, path, line, mine, S: tl.constexpr):
+    """Σ g over the path from j (excluded) to i, where j is on i's path: [M, J].
 
-    g [M]; ``line`` [M, M] of ``ancestors``; ``mine`` [M] names each token once. The terms on i's path that are not on
-    j's, as a product with zeros and ones: a sum of same-sign terms, no difference of prefix sums.
+    g [J]; ``path`` [M, J] and ``line`` [J, J] of ``ancestors``; ``mine`` [J] names each token once. The terms on i's
+    path that are not on j's, as a product with zeros and ones: a sum of same-sign terms, no difference of prefix sums.
     """
-    on_i = tl.where(line & mine[None, :], g[None, :], 0.0)
-    return product(on_i, tl.trans(exact((line == 0) & mine[None, :], S)), S)
+    on_i = tl.where(path & mine[None, :], g[None, :], 0.0)
+    if g.shape[0] < 16:
+        return tl.sum(tl.where((line == 0)[None, :, :], on_i[:, None, :], 0.0), 2)
+    else:
+        return product(on_i, tl.trans(exact((line == 0) & mine[None, :], S)), S)
 
 
 @triton.jit
@@ -143,7 +200,7 @@ def pairs_by_channel(x, g, t, mine, N: tl.constexpr, S: tl.constexpr):
             begin = (((t >> level) | 1) << level)[:, None]
             above = upper[:, None] & (m >= begin) & (m <= at)
             below = (upper[:, None] == 0) & (m > at) & (m < begin)
-            scaled = x * tl.exp(product(exact((above | below) & mine[None, :], S), g, S))
+            scaled = x * fall(product(exact((above | below) & mine[None, :], S), g, S), S)
             together = (at >> (level + 1)) == (m >> (level + 1))
             pairs = together & upper[:, None] & (upper[None, :] == 0)
             found += tl.where(pairs, product(scaled, tl.trans(scaled), S), 0.0)
