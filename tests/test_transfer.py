@@ -17,7 +17,7 @@ from torch import Tensor
 from replayssm import Layout, Precision, ReplayCache, ReplayError, Rows, conv_step, step
 from replayssm.transfer import HEADER
 from support.caches import decode, started
-from support.makers import CORNERS, generator, layout_of, random_inputs, take
+from support.makers import CORNERS, generator, layout_of, random_inputs, random_state, take
 from support.model import Model, conv_layout
 from support.poison import changed, live_parts, picture, poison, same
 
@@ -33,6 +33,30 @@ def filled(name: str, layout: Layout | None = None, layers: int = 2) -> Model:
     model.step([0, 3], [1, 3])
     model.commit([1, 3])
     return model
+
+
+def test_another_request_goes_on_with_its_own_phase() -> None:
+    """Where a sequence was loaded and has no entries; what has begun folds as it would have."""
+    layout = layout_of("gdn", window=8, max_draft=1)
+    source, state = started(layout, 3), random_state(layout, 1, generator(3))
+    decode(source, "gdn", 9)
+    source.load(0, [1], state, phase=2)
+    decode(source, "gdn", 3)
+    source.load(0, [0], state, phase=2)
+    assert source.folds.tolist() == [0, 0, 1]
+    data = source.export(range(3))
+    other, wanted = started(layout, 3), started(layout, 3)
+    other.import_(range(3), data, phase=[5, 5, 5])
+    wanted.import_(range(3), data)
+    wanted.load(0, [0], state, phase=5)
+    for _ in range(8):
+        assert not changed(picture(other), picture(wanted))
+        decode(other, "gdn", 1)
+        decode(wanted, "gdn", 1)
+    before = picture(other)
+    with pytest.raises(ReplayError, match="phase: expected one number or one a row"):
+        other.import_(range(3), data, phase=[1])
+    assert not changed(before, picture(other))
 
 
 @corners

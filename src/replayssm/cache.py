@@ -303,17 +303,28 @@ class ReplayCache:
         return transfer.pack(self, values)
 
     @torch.no_grad()
-    def import_(self, slots: Integers, data: Mapping[str, Tensor]) -> None:
+    def import_(self, slots: Integers, data: Mapping[str, Tensor], phase: Integers | int | None = None) -> None:
         """Put exported sequences into ``slots`` [R]; what these held is gone.
 
         The outputs afterwards are the same: to the bit where layout and precision are, to rounding where they differ.
+
+        Args:
+            slots: [R].
+            data: of ``export``.
+            phase: as ``load`` takes it, for another request that goes on from here: where a sequence was loaded and
+                has no entries yet, it folds as if this request had loaded it. None: as the exported one would.
 
         Raises:
             ReplayError: the data are foreign, truncated or of another recurrence or shape. Nothing was written.
         """
         values = checks.int_vector("slots", slots, torch.device("cpu")).tolist()
         checks.slots("slots", values, self.slots, padding=False)
+        shift = None if phase is None else self._phase(phase, len(values))
         transfer.unpack(self, values, data)
+        if shift is not None:
+            _, index = self._live(values)
+            fresh = (self.length[index] == 0) & (self.folds[index] == 0)
+            self._limit[index] = torch.where(fresh, self.layout.room - shift, self._limit[index])
 
     def check(self) -> None:
         """Raise for what kernels found wrong since the last check, such as a slot out of range. Waits for the device.

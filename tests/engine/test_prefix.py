@@ -5,6 +5,7 @@ import torch
 from engine_tiny import engine, tiny
 from transformers_tiny import prompt
 
+from replayssm import Precision
 from replayssm.engine import Params
 
 
@@ -31,6 +32,21 @@ def test_reuse_changes_no_text(name):
         assert plain.tokens == again.tokens
         values = [[entry.value for entry in request.samples[0].logprobs] for request in (plain, again)]
         torch.testing.assert_close(*map(torch.tensor, values), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16sr", "fp32+nvfp4", "int8sr"])
+@pytest.mark.parametrize("name", ["mamba2", "kimi_linear"])
+def test_reuse_is_exact_in_every_precision(name, policy):
+    """States are rounded where the request's own folds fall, whoever computed its beginning."""
+    model, _ = tiny(name)
+    params, runs = Params(max_tokens=20, logprobs=0), []
+    for memory in (0, 1 << 30):
+        options = {"prefix_memory": memory, "precision": Precision.preset(policy)}
+        with engine(model, **options) as served:
+            found = [served.generate(ids, params)[0].samples[0] for ids in branching_prompts()]
+            assert (served.scheduler.reused > 50) == bool(memory)
+        runs.append([[entry.value for entry in sample.logprobs] for sample in found])
+    assert runs[0] == runs[1]
 
 
 def test_memory_is_bounded_and_the_oldest_goes():

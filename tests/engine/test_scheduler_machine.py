@@ -25,7 +25,7 @@ class Slots:
     def export(self, slot, start=0):
         return Snapshot(start, self.lengths[slot], [{"whose": self.held[slot]}], {})
 
-    def import_(self, slot, parts):
+    def import_(self, slot, parts, phase=None):
         self.lengths[slot], self.held[slot] = parts[-1].length, parts[-1].states[0]["whose"]
 
 

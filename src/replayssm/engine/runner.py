@@ -332,10 +332,13 @@ class Runner:
         return Snapshot(start, length, [pool.export([slot]) for pool in self.pools], keys)
 
     @torch.no_grad()
-    def import_(self, slot: int, parts: Sequence[Snapshot]) -> None:
-        """Continue a sequence: the state of the last part, and the keys and values of all, in order."""
+    def import_(self, slot: int, parts: Sequence[Snapshot], phase: int | None = None) -> None:
+        """Continue a sequence: the state of the last part, and the keys and values of all, in order.
+
+        ``phase``: of the request, where the parts are another one's.
+        """
         for pool, state in zip(self.pools, parts[-1].states, strict=True):
-            pool.import_([slot], state)
+            pool.import_([slot], state, phase)
         for part in parts:
             for layer, pair in part.keys.items():
                 for whole, given in zip(self.keys.layers[layer], pair, strict=True):

@@ -89,7 +89,10 @@ class Scheduler:
     def _start(self, sample: Sample) -> None:
         sample.slot = slot = self.free.pop()
         self.running.append(sample)
+        phase = None
         if sample.parked is None:
+            # Folds fall where this request's own would: exact in every precision, whoever computed the beginning.
+            phase = len(sample.request.prompt)
             # The last token of the prompt is always computed: its logits are wanted.
             found = self.prefix.find(sample.known[:-1])
             self.reused += found[-1].length if found else 0
@@ -97,7 +100,7 @@ class Scheduler:
         if sample.parked is None:
             self.runner.reset(slot)
         else:
-            self.runner.import_(slot, sample.parked)
+            self.runner.import_(slot, sample.parked, phase)
             sample.parked = None
         sample.computed = self.runner.lengths[slot]
 
