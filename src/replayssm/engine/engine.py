@@ -57,7 +57,7 @@ class Engine:
             model: of transformers, recurrent, hybrid or with attention only.
             tokenizer: for prompts, text and stop strings; not needed for token ids.
             slots: sequences that run at a time; 8 where neither this nor ``memory`` is given.
-            memory: bytes for sequences, instead of ``slots``.
+            memory: bytes for sequences, instead of ``slots``; what a drafter keeps of them comes on top.
             max_length: most tokens of a sequence, prompt included.
             window: tokens between two writes of a state.
             max_draft: most tokens of a sequence in one decode step, drafts and the one before them; by default 1
