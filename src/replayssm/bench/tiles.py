@@ -35,6 +35,7 @@ def decode_tiles(layout: Layout) -> Iterator[Tile]:
     if layout.max_draft > 1:
         for p, warps, programs, registers, stages in (
             (32, 1, 8, 0, 2),
+            (16, 1, 8, 0, 2),
             (32, 1, 12, 168, 2),
             (16, 1, 12, 168, 2),
             (16, 1, 16, 128, 2),
@@ -44,8 +45,10 @@ def decode_tiles(layout: Layout) -> Iterator[Tile]:
             yield Tile(p, columns, warps, programs, registers, stages)
         return
     # Straight to registers, four heads of one key at once.
-    for p, warps, programs, registers in ((64, 4, 5, 96), (64, 4, 4, 128), (32, 2, 8, 128)):
+    for p, warps, programs, registers in ((64, 4, 4, 128), (64, 4, 5, 96), (32, 2, 8, 128)):
         yield Tile(p, min(32, columns), warps, programs, registers, 1, heads=4)
+    # Few bytes an element: what heads share counts.
+    yield Tile(64, min(64, columns), 2, 8, 128, 1, heads=8)
     for p, warps, registers, stages in (
         (16, 1, 128, 2),
         (16, 1, 128, 3),
@@ -62,6 +65,9 @@ def fold_tiles(layout: Layout) -> Iterator[Tile]:
     columns = power_of_2(layout.state_dim)
     if walks(layout):
         columns = min(32, columns)
+    else:
+        for p, programs, registers in ((32, 8, 0), (16, 16, 128), (16, 8, 0), (32, 12, 168)):
+            yield Tile(p, columns, 1, programs, registers)
     for p, warps, programs, registers in ((64, 4, 4, 128), (32, 2, 8, 128), (64, 2, 4, 168), (32, 4, 4, 128)):
         yield Tile(p, columns, warps, programs, registers)
 

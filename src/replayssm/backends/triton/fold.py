@@ -15,7 +15,7 @@ import triton.language as tl
 
 from replayssm.backends.triton.formats import element, fold_columns, load_state, scale_element, store_state
 from replayssm.backends.triton.gates import load_or
-from replayssm.backends.triton.tile import product
+from replayssm.backends.triton.tile import cut, product_of_terms, turned
 
 
 @triton.jit
@@ -44,7 +44,11 @@ def state_of(table, layer, tensor: tl.constexpr, scales: tl.constexpr, slot, WOR
 
 @triton.jit
 def add_block(parts, key, value, weight, decay, key_scale, first, length, p, columns, S: tl.constexpr):
-    """Advance a state, C parts [BP, BK], by the entries first … first + BE − 1 where none reads it: one product."""
+    """Advance a state, C parts [BP, BK], by the entries first … first + BE − 1 where none reads it: one product.
+
+    Parts of eight columns (``launch.fold_shape``) are loaded by the threads that a product leaves its sums in. What is
+    added is summed up by itself: tensor cores cut off where they add, which a state would remember.
+    """
     e = first + tl.arange(0, S.BE)
     last = tl.minimum(first + S.BE, length)
     live = e < last
@@ -55,11 +59,12 @@ def add_block(parts, key, value, weight, decay, key_scale, first, length, p, col
     u = v.to(tl.float32) * (factor * tl.exp(tl.cumsum(later, 0, reverse=True)))[:, None]
     fall = tl.exp(tl.sum(g, 0))
     C: tl.constexpr = S.C
+    written = turned(cut(u, S))
     after = ()
     for part in tl.static_range(C):
         inside = live[:, None] & (columns[part] < S.K)[None, :]
         k = tl.load(key + e[:, None] * S.K + columns[part][None, :], mask=inside, other=0.0)
-        after = after + (parts[part] * fall + product(tl.trans(u), k, S),)
+        after = after + (parts[part] * fall + product_of_terms(written, cut(k, S), S),)
     return after
 
 
@@ -151,15 +156,18 @@ def fold_kernel(
         else:
             key_scale = None
         if S.update == "add" and not TYPES.channels:
-            for first in tl.range(0, length, S.BE, num_stages=S.stages):
+            for first in tl.range(0, length, S.BE, num_stages=1):
                 parts = add_block(parts, key, value, weight, decay, key_scale, first, length, p, columns, S)
         else:
             for e in tl.range(0, length, num_stages=1):
                 parts = walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S)
         new = ()
         for part in tl.static_range(C):
-            # Keys that are not finite make NaN of columns that do not exist.
-            new = new + (tl.where(inside[:, None] & (columns[part] < S.K)[None, :], parts[part], 0.0),)
+            if S.P % S.BP == 0 and S.K == C * S.BK:
+                new = new + (parts[part],)
+            else:
+                # Keys that are not finite make NaN of columns that do not exist.
+                new = new + (tl.where(inside[:, None] & (columns[part] < S.K)[None, :], parts[part], 0.0),)
         random = (seed, layer, counter) if TYPES.stochastic else None
         state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
         store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)

@@ -71,7 +71,11 @@ def fold_columns(part, S: tl.constexpr):
     """
     EACH: tl.constexpr = S.C // 2
     HALF: tl.constexpr = plane("nvfp4", S.K)
-    at = part % EACH * S.BK + tl.arange(0, S.BK)
+    at = tl.arange(0, S.BK)
+    if S.BK == 8:
+        # In pairs, as the compiler sees it: a thread loads two columns, as a product leaves them.
+        at = at // 2 * 2 + at % 2
+    at = part % EACH * S.BK + at
     if HALF == EACH * S.BK:
         return part // EACH * HALF + at
     else:

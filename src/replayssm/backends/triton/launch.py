@@ -169,7 +169,7 @@ def tokens_at_once(layout: Layout) -> int:
     if decodes(layout):
         return 1
     both = layout.recurrence.update == "delta" and layout.recurrence.decay != "channel"
-    return max(4 if both else 8, triton.next_power_of_2(layout.max_draft))
+    return int(max(4 if both else 8, triton.next_power_of_2(layout.max_draft)))
 
 
 def least_rows(kernel: str, layout: Layout) -> int:
@@ -211,11 +211,15 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
             return Tile(
                 rows * more, min(32, columns), min(16, max(1, rows * more * columns // 2048)), programs=4, registers=128
             )
-        rows = max(16, rows // 2)
-        return Tile(max(rows, least), columns, min(16, max(1, max(rows, least) // 8)), programs=4)
+        if formats.is_plain(layout.precision.checkpoint_format.name) and least == 1:
+            return Tile(16, columns, 1, programs=8)
+        rows = max(16, rows // 2, least)
+        return Tile(rows, columns, min(16, max(1, rows // 8)), programs=4)
     if layout.max_draft > 1:
         if least > 1:
             return Tile(least, columns, min(16, max(1, least // 32)), programs=4, stages=1)
+        if layout.recurrence.decay == "channel":
+            return Tile(16, columns, 1, programs=8)
         if layout.head_dim % 32:
             return Tile(16, columns, 1, programs=12, registers=168)
         return Tile(32, columns, 1, programs=8)
@@ -625,12 +629,15 @@ def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, to
 def fold_shape(layout: Layout, tile: Tile, arch: int = 0) -> Shape:
     """The compile-time record of a fold.
 
-    Its parts have at most ``tile.k`` columns, and 32 where it walks: sums over a row must not depend on the tile that a
-    format has, or a checkpoint would depend on its copy (I6).
+    Its parts have 32 columns where it walks: sums over a row must not depend on the tile that a format has, or a
+    checkpoint would depend on its copy (I6). Else eight of a plain format, as products have them, or ``tile.k``.
     """
     half = formats.plane("nvfp4", layout.state_dim)
     whole = triton.next_power_of_2(half)
-    columns = min(32, max(16, whole // 2)) if walks(layout) else min(tile.k, whole)
+    if walks(layout):
+        columns = min(32, max(16, whole // 2))
+    else:
+        columns = 8 if formats.is_plain(layout.precision.checkpoint_format.name) else min(tile.k, whole)
     shape = make_shape(layout, tile, "linear", False, False, tokens=1, arch=arch)
     return replace(shape, BE=16 if layout.window <= 16 else 32, BK=columns, C=2 * triton.cdiv(half, columns))
 

@@ -2,7 +2,7 @@
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -88,9 +88,16 @@ def no_sums(M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def product_of_terms(a, b, S: tl.constexpr):
-    """a [M, C] @ b [C, N], both as terms, to float32 accuracy."""
-    sums = accumulate(no_sums(a[0].shape[0], b[0].shape[1]), a, b, S)
-    return sums[0] + (sums[1] + sums[2])
+    """a [M, C] @ b [C, N], both as terms, to float32 accuracy: products of terms from the smallest on in one sum."""
+    LEVELS: tl.constexpr = max(len(a), len(b))
+    PRECISION: tl.constexpr = "tf32" if S.arch > 0 else "ieee"
+    found = tl.full([a[0].shape[0], b[0].shape[1]], 0.0, tl.float32)
+    for back in tl.static_range(LEVELS):
+        for i in tl.static_range(len(a)):
+            for j in tl.static_range(len(b)):
+                if i + j == LEVELS - 1 - back:
+                    found = tl.dot(a[i], b[j], found, input_precision=PRECISION)
+    return found
 
 
 @triton.jit
@@ -103,32 +110,41 @@ def product(a, b, S: tl.constexpr):
 
 
 @triton.jit
+def ordered(x, RUN: tl.constexpr):
+    """Columns of x [R, BK] in the order in which tensor cores take them from threads that loaded them.
+
+    Four threads load a row, BK/4 columns each, in words of sixteen bytes; a product has runs of ``RUN`` columns in turn
+    from each of them.
+    """
+    R: tl.constexpr = x.shape[0]
+    BK: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, [R, 4, BK // (4 * RUN), RUN]), [0, 2, 1, 3]), [R, BK])
+
+
+@triton.jit
 def state_terms(x, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.constexpr):
     """Columns [R, BK] of the state, or of probes, as terms of a product of the two.
 
     Where both are exact in one 16-bit type they go as they are, else in halves. ``ACT`` is the element type of
     activations, ``PROBE`` that of probes.
 
-    Columns are put in another order, the same for both factors: a thread that loads BK/4 columns of a row, as one word
-    of sixteen bytes, then has just those that tensor cores take from it, and nothing moves between threads. These are
-    runs of as many as the compiler sees fit into 32 bits, of the narrowest numbers that go into the product.
+    Columns are ``ordered``, those of both factors, so that nothing moves between threads: in runs of as many as the
+    compiler sees fit into 32 bits, of the narrowest numbers that go into the product.
     """
-    R: tl.constexpr = x.shape[0]
-    BK: tl.constexpr = x.shape[1]
     STATE_BITS: tl.constexpr = 8 * element_bytes(S.read)
     RUN: tl.constexpr = 32 // min(STATE_BITS, ACT.primitive_bitwidth)
     EXACT: tl.constexpr = PROBE.primitive_bitwidth == 16 and (
         S.read == "fp16" if tl.float16 == PROBE else S.read != "fp16" and S.read != "fp32"
     )
-    ordered = tl.reshape(tl.permute(tl.reshape(x, [R, 4, BK // (4 * RUN), RUN]), [0, 2, 1, 3]), [R, BK])
+    x = ordered(x, RUN)
     if S.dot == "interpret":
-        return (ordered.to(tl.float32),)
+        return (x.to(tl.float32),)
     elif EXACT:
-        return (ordered.to(PROBE),)
+        return (x.to(PROBE),)
     elif x.dtype == tl.float32:
-        return halves(ordered)
+        return halves(x)
     else:
-        return (ordered.to(tl.float32),)
+        return (x.to(tl.float32),)
 
 
 @triton.jit
