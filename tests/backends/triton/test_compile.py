@@ -35,7 +35,7 @@ def test_compiles_within_budget(kernel: str, target: str) -> None:
     layout = replace(layout, max_draft=DRAFT[kind])
     tile = choose_tile("fold" if kind == "fold" else "step", layout, torch.device("cpu"))
     if kind == "fold":
-        compiled = compile_for(fold_source(layout, tile, "bf16"), target, tile.warps)
+        compiled = compile_for(fold_source(layout, tile, "bf16", ARCH[target]), target, tile.warps)
     else:
         compiled = compile_for(step_source(layout, tile, gate, unit, False, "bf16", ARCH[target]), target, tile.warps)
     assert compiled.metadata.shared <= SHARED[target]

@@ -15,7 +15,16 @@ import triton.language as tl
 
 from replayssm.backends.triton.formats import element, fold_columns, load_state, scale_element, store_state
 from replayssm.backends.triton.gates import load_or
-from replayssm.backends.triton.tile import cut, product_of_terms, turned
+from replayssm.backends.triton.tile import (
+    between,
+    column_of,
+    cut,
+    halves,
+    product,
+    product_of_terms,
+    row_of,
+    turned,
+)
 
 
 @triton.jit
@@ -69,11 +78,86 @@ def add_block(parts, key, value, weight, decay, key_scale, first, length, p, col
 
 
 @triton.jit
+def paired(a, b):
+    """Two parts [R, 8] as one [R, 16], their columns by twos in turn.
+
+    What a thread has is then what tensor cores take from it, as the compiler sees joined tiles, and nothing moves.
+    """
+    R: tl.constexpr = a.shape[0]
+    both = tl.reshape(tl.join(a, b), [R, 4, 2, 2])
+    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [R, 16])
+
+
+@triton.jit
+def wide_terms(x, S: tl.constexpr):
+    """Terms of x for products with a state: float32 numbers, in halves where they are not exact in tf32."""
+    if x.dtype == tl.float32 and S.dot != "interpret":
+        return halves(x)
+    else:
+        return (x.to(tl.float32),)
+
+
+@triton.jit
+def solution(key, weight, decay, key_scale, first, length, S: tl.constexpr):
+    """What sixteen entries of a head make of each other under the delta rule, for all tiles of its state.
+
+    Returns (I + A)⁻¹ᵀ as terms, A_ij = β_i k_i·k_j e^(Σ g over j < m ≤ i) below the diagonal, by substitution; what the
+    state before them is read with (scale and decay of each key), β, what the written values get (scale, decay of the
+    entries behind), and what the state falls to.
+    """
+    i = tl.arange(0, 16)
+    e = first + i
+    live = e < length
+    columns = tl.arange(0, S.KP)[None, :]
+    k = tl.load(key + e[:, None] * S.K + columns, mask=live[:, None] & (columns < S.K), other=0.0)
+    beta = tl.load(weight + e, mask=live, other=0.0)
+    scale = load_or(key_scale, e, live, 1.0)
+    g = load_or(decay, e, live, 0.0)
+    path = i[None, :] <= i[:, None]
+    scores = product(k, tl.trans(k), S) * tl.exp(between(g, path, path, i >= 0, S)) * scale[None, :]
+    takes = tl.where(i[None, :] < i[:, None], scores * (beta * scale)[:, None], 0.0)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for t in tl.static_range(15):
+        inverse -= column_of(takes, t) * row_of(inverse, t)
+    along = tl.sum(tl.where(path, g[None, :], 0.0), 1)
+    later = tl.sum(tl.where(path, 0.0, g[None, :]), 1)
+    return turned(cut(inverse, S)), scale * tl.exp(along), beta, scale * tl.exp(later), tl.exp(tl.sum(g, 0))
+
+
+@triton.jit
+def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.constexpr):
+    """Advance a state, C parts [BP, 8], by sixteen entries under the delta rule, given their ``solution``.
+
+    Two products with the state's columns, one on either side. Sums over a row are added up by sixteen columns in
+    float32: tensor cores cut off where they add, and a state would remember it.
+    """
+    inverse, on_state, beta, on_written, fall = solved
+    C: tl.constexpr = S.C
+    e = first + tl.arange(0, 16)
+    live = e < length
+    keys = ()
+    for part in tl.static_range(C):
+        inside = live[:, None] & (columns[part] < S.K)[None, :]
+        keys = keys + (tl.load(key + e[:, None] * S.K + columns[part][None, :], mask=inside, other=0.0),)
+    v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
+    seen = tl.full([S.BP, 16], 0.0, tl.float32)
+    for two in tl.static_range(C // 2):
+        state = wide_terms(paired(parts[2 * two], parts[2 * two + 1]), S)
+        seen += product_of_terms(state, turned(wide_terms(paired(keys[2 * two], keys[2 * two + 1]), S)), S)
+    brought = beta[None, :] * (tl.trans(v).to(tl.float32) - seen * on_state[None, :])
+    written = cut(product_of_terms(cut(brought, S), inverse, S) * on_written[None, :], S)
+    after = ()
+    for part in tl.static_range(C):
+        after = after + (parts[part] * fall + product_of_terms(written, cut(keys[part], S), S),)
+    return after
+
+
+@triton.jit
 def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S: tl.constexpr):
     """Advance a state, C parts [BP, BK], by entry e: the recurrence as it is written, in float32.
 
-    Two multiply-adds an element beside its decay. Blocks of entries on tensor cores need a triangular solve and three
-    bfloat16 terms of every element, and took as long at 32 entries, four times as long where a decay is per channel.
+    Two multiply-adds an element beside its decay. For decays per channel, where blocks of entries on tensor cores took
+    four times as long, and for checkpoints with scales.
     """
     C: tl.constexpr = S.C
     v = tl.load(value + e * S.P + p, mask=p < S.P, other=0.0).to(tl.float32)
@@ -114,32 +198,31 @@ def fold_kernel(
 ):
     """A fixed number of programs share ``amount[0]`` rows × layers × heads × tiles.
 
-    ``work`` int32 [4, copies]: slot, entries, slot of the target, number of the rounding.
+    ``work`` int32 [4, copies]: slot, entries, slot of the target, number of the rounding. Entries that are solved for
+    are so once for all tiles of a head, which are one program's then.
     """
     tiles: tl.constexpr = (S.P + S.BP - 1) // S.BP
-    each = layers * S.H * tiles
+    SOLVES: tl.constexpr = S.update == "delta" and S.BK == 8
+    TOGETHER: tl.constexpr = tiles if SOLVES else 1
+    each = layers * S.H * (tiles // TOGETHER)
     for item in range(tl.program_id(0), tl.load(amount) * each, tl.num_programs(0)):
         row = item // each
-        layer = (item // (S.H * tiles)) % layers
-        head = (item // tiles) % S.H
+        layer = (item // (S.H * (tiles // TOGETHER))) % layers
+        head = (item // (tiles // TOGETHER)) % S.H
         group = head // (S.H // S.G)
         slot = tl.load(work + row).to(tl.int64)
         length = tl.load(work + copies + row)
         target = tl.load(work + 2 * copies + row).to(tl.int64)
         counter = tl.load(work + 3 * copies + row)
-        p = (item % tiles) * S.BP + tl.arange(0, S.BP)
         STATE: tl.constexpr = TYPES.state
         TARGET: tl.constexpr = TYPES.target
         COPY: tl.constexpr = TYPES.copy
         ACT: tl.constexpr = TYPES.act
         C: tl.constexpr = S.C
+        BLOCKS: tl.constexpr = (S.W + 15) // 16
         columns = ()
         for part in tl.static_range(C):
             columns = columns + (fold_columns(part, S),)
-        rows = head * S.P + p
-        inside = p < S.P
-        state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
-        parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)
         key = tensor_of(table, layer, 1, slot, ACT, TYPES) + group * S.W * S.K
         value = tensor_of(table, layer, 2, slot, ACT, TYPES) + head * S.W * S.P
         weight = tensor_of(table, layer, 3, slot, tl.float32, TYPES) + head * S.W
@@ -155,25 +238,40 @@ def fold_kernel(
             key_scale = tensor_of(table, layer, 6, slot, tl.float32, TYPES) + group * S.W
         else:
             key_scale = None
-        if S.update == "add" and not TYPES.channels:
-            for first in tl.range(0, length, S.BE, num_stages=1):
-                parts = add_block(parts, key, value, weight, decay, key_scale, first, length, p, columns, S)
-        else:
-            for e in tl.range(0, length, num_stages=1):
-                parts = walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S)
-        new = ()
-        for part in tl.static_range(C):
-            if S.P % S.BP == 0 and S.K == C * S.BK:
-                new = new + (parts[part],)
+        solved = ()
+        if SOLVES:
+            for n in tl.static_range(BLOCKS):
+                solved = solved + (solution(key, weight, decay, key_scale, n * 16, length, S),)
+        first_tile = item % (tiles // TOGETHER)
+        for tile in tl.range(first_tile, first_tile + TOGETHER, num_stages=1):
+            p = tile * S.BP + tl.arange(0, S.BP)
+            rows = head * S.P + p
+            inside = p < S.P
+            state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
+            parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)
+            if SOLVES:
+                for n in tl.static_range(BLOCKS):
+                    if n * 16 < length:
+                        parts = solve_block(parts, solved[n], key, value, n * 16, length, p, columns, S)
+            elif S.update == "add" and not TYPES.channels:
+                for first in tl.range(0, length, S.BE, num_stages=1):
+                    parts = add_block(parts, key, value, weight, decay, key_scale, first, length, p, columns, S)
             else:
-                # Keys that are not finite make NaN of columns that do not exist.
-                new = new + (tl.where(inside[:, None] & (columns[part] < S.K)[None, :], parts[part], 0.0),)
-        random = (seed, layer, counter) if TYPES.stochastic else None
-        state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
-        store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)
-        if COPY is not None:
-            # Read back, in tiles of another shape: see ``launch.copy_shape``.
-            tl.debug_barrier()
-            held = load_state(state, scale, head_scale, head, rows, inside, TARGET, COPIED)
-            state, scale, head_scale = state_of(table, layer, 9, 12, target, COPY, TYPES)
-            store_state(state, scale, head_scale, held, None, head, rows, inside, COPY, COPIED)
+                for e in tl.range(0, length, num_stages=1):
+                    parts = walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S)
+            new = ()
+            for part in tl.static_range(C):
+                if S.P % S.BP == 0 and S.K == C * S.BK:
+                    new = new + (parts[part],)
+                else:
+                    # Keys that are not finite make NaN of columns that do not exist.
+                    new = new + (tl.where(inside[:, None] & (columns[part] < S.K)[None, :], parts[part], 0.0),)
+            random = (seed, layer, counter) if TYPES.stochastic else None
+            state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
+            store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)
+            if COPY is not None:
+                # Read back, in tiles of another shape: see ``launch.copy_shape``.
+                tl.debug_barrier()
+                held = load_state(state, scale, head_scale, head, rows, inside, TARGET, COPIED)
+                state, scale, head_scale = state_of(table, layer, 9, 12, target, COPY, TYPES)
+                store_state(state, scale, head_scale, held, None, head, rows, inside, COPY, COPIED)

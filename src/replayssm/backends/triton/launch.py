@@ -155,8 +155,9 @@ def read_table(path: Path) -> dict[str, list[int]]:
 
 
 def walks(layout: Layout) -> bool:
-    """Whether a fold takes one entry after another, each of which reads the state, instead of one product."""
-    return layout.recurrence.update == "delta" or layout.recurrence.decay == "channel"
+    """Whether a fold takes one entry after another, each of which may read the state, instead of blocks of them."""
+    plain = formats.is_plain(layout.precision.checkpoint_format.name)
+    return layout.recurrence.decay == "channel" or (layout.recurrence.update == "delta" and not plain)
 
 
 def decodes(layout: Layout) -> bool:
@@ -211,8 +212,9 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
             return Tile(
                 rows * more, min(32, columns), min(16, max(1, rows * more * columns // 2048)), programs=4, registers=128
             )
-        if formats.is_plain(layout.precision.checkpoint_format.name) and least == 1:
-            return Tile(16, columns, 1, programs=8)
+        if formats.is_plain(layout.precision.checkpoint_format.name):
+            rows = max(16, least)
+            return Tile(rows, columns, max(1, rows // 16), programs=8 if least == 1 else 1)
         rows = max(16, rows // 2, least)
         return Tile(rows, columns, min(16, max(1, rows // 8)), programs=4)
     if layout.max_draft > 1:

@@ -24,9 +24,11 @@ from replayssm.backends.triton.tile import (
     accumulate,
     ancestors,
     between,
+    column_of,
     cut,
     no_sums,
     product_of_terms,
+    row_of,
     sixteen,
     state_terms,
     turned,
@@ -151,9 +153,7 @@ def responses(now, beta, j, is_k, S: tl.constexpr):
         takes = tl.where(is_k[:, None], tl.where(j[:, None] == j[None, :], 0.0, -beta[:, None] * now), now)
         found = tl.where(is_k[:, None] & (j[:, None] == j[None, :]), 1.0, 0.0)
         for t in tl.static_range(T):
-            its_row = tl.sum(tl.where((j == S.BT + t)[:, None], found, 0.0), 0)
-            its_column = tl.sum(tl.where((j == S.BT + t)[None, :], takes, 0.0), 1)
-            found += its_column[:, None] * its_row[None, :]
+            found += column_of(takes, S.BT + t) * row_of(found, S.BT + t)
         return found
     else:
         return now * beta[None, :]

@@ -148,6 +148,18 @@ def state_terms(x, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def row_of(x, at: tl.constexpr):
+    """Row ``at`` of x [R, N]: [1, N]."""
+    return tl.gather(x, tl.full([1, x.shape[1]], at, tl.int32), 0)
+
+
+@triton.jit
+def column_of(x, at: tl.constexpr):
+    """Column ``at`` of x [R, N]: [R, 1]."""
+    return tl.gather(x, tl.full([x.shape[0], 1], at, tl.int32), 1)
+
+
+@triton.jit
 def sixteen(x):
     """x [R, J] with zeros behind it, where J is less than the sixteen that a product adds up at least."""
     J: tl.constexpr = x.shape[1]
