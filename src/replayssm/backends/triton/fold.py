@@ -6,7 +6,7 @@ size. ``materialise`` is the same kernel with another destination.
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
