@@ -110,12 +110,22 @@ def reach_of(stored, e, known):
 
 @triton.jit
 def values_of(pointer, p, known, S: tl.constexpr):
-    """Values, or written values, of the entries that are there: blocks [16, BP], loaded."""
+    """Values, or written values, of the entries that are there: blocks [16, BP], loaded.
+
+    Those of 16 bits under a condition each; float32 in any case, which brings them one tile ahead.
+    """
     e = tl.arange(0, 16)
     blocks = ()
     for n in tl.static_range(S.BE // 16):
+        at = pointer + (n * 16 + e)[:, None] * S.P + p[None, :]
         there = (n * 16 + e < known)[:, None] & (p < S.P)[None, :]
-        blocks = blocks + (tl.load(pointer + (n * 16 + e)[:, None] * S.P + p[None, :], mask=there, other=0.0),)
+        if pointer.dtype.element_ty == tl.float32:
+            found = tl.load(at, mask=there, other=0.0)
+        else:
+            found = tl.full([16, S.BP], 0.0, pointer.dtype.element_ty)
+            if n * 16 < known:
+                found = tl.load(at, mask=there, other=0.0)
+        blocks = blocks + (found,)
     return blocks
 
 
