@@ -101,9 +101,9 @@ def wide_terms(x, S: tl.constexpr):
 def solution(key, weight, decay, key_scale, first, length, S: tl.constexpr):
     """What sixteen entries of a head make of each other under the delta rule, for all tiles of its state.
 
-    Returns (I + A)⁻¹ᵀ as terms, A_ij = β_i k_i·k_j e^(Σ g over j < m ≤ i) below the diagonal, by substitution; what the
-    state before them is read with (scale and decay of each key), β, what the written values get (scale, decay of the
-    entries behind), and what the state falls to.
+    Returns ((I + A)⁻¹ − I)ᵀ as terms, A_ij = β_i k_i·k_j e^(Σ g over j < m ≤ i) below the diagonal, by substitution;
+    what the state before them is read with (scale and decay of each key), β, what the written values get (scale, decay
+    of the entries behind), and what the state falls to.
     """
     i = tl.arange(0, 16)
     e = first + i
@@ -116,20 +116,21 @@ def solution(key, weight, decay, key_scale, first, length, S: tl.constexpr):
     path = i[None, :] <= i[:, None]
     scores = product(k, tl.trans(k), S) * tl.exp(between(g, path, path, i >= 0, S)) * scale[None, :]
     takes = tl.where(i[None, :] < i[:, None], scores * (beta * scale)[:, None], 0.0)
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    unit = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    inverse = unit
     for t in tl.static_range(15):
         inverse -= column_of(takes, t) * row_of(inverse, t)
     along = tl.sum(tl.where(path, g[None, :], 0.0), 1)
     later = tl.sum(tl.where(path, 0.0, g[None, :]), 1)
-    return turned(cut(inverse, S)), scale * tl.exp(along), beta, scale * tl.exp(later), tl.exp(tl.sum(g, 0))
+    return turned(cut(inverse - unit, S)), scale * tl.exp(along), beta, scale * tl.exp(later), tl.exp(tl.sum(g, 0))
 
 
 @triton.jit
 def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.constexpr):
     """Advance a state, C parts [BP, 8], by sixteen entries under the delta rule, given their ``solution``.
 
-    Two products with the state's columns, one on either side. Sums over a row are added up by sixteen columns in
-    float32: tensor cores cut off where they add, and a state would remember it.
+    Two products with the state's columns, one on either side. Tensor cores cut off where they add, and a state would
+    remember it: so sums over a row are added up by sixteen columns, and what stays of a value is not multiplied by one.
     """
     inverse, on_state, beta, on_written, fall = solved
     C: tl.constexpr = S.C
@@ -145,7 +146,8 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
         state = wide_terms(paired(parts[2 * two], parts[2 * two + 1]), S)
         seen += product_of_terms(state, turned(wide_terms(paired(keys[2 * two], keys[2 * two + 1]), S)), S)
     brought = beta[None, :] * (tl.trans(v).to(tl.float32) - seen * on_state[None, :])
-    written = cut(product_of_terms(cut(brought, S), inverse, S) * on_written[None, :], S)
+    values = brought + product_of_terms(cut(brought, S), inverse, S)
+    written = cut(values * on_written[None, :], S)
     after = ()
     for part in tl.static_range(C):
         after = after + (parts[part] * fall + product_of_terms(written, cut(keys[part], S), S),)

@@ -152,7 +152,7 @@ def add_entries(sums, values, reach, known, S: tl.constexpr):
 
 @triton.jit
 def responses(now, beta, j, is_k, S: tl.constexpr):
-    """How outputs and written values follow from what the tokens bring: Z [M, J].
+    """What outputs and written values get of what the tokens bring: Z [M, J], of a written value beside its own.
 
     What token j brings is w_j, its β (v − what the state before all of them holds for its key), or its v where nothing
     is taken from that. ``now`` are the scores of x_i and k_j. A written value is u_i = w_i − β_i Σ_j<i now_ij u_j, an
@@ -161,10 +161,11 @@ def responses(now, beta, j, is_k, S: tl.constexpr):
     if S.update == "delta":
         T: tl.constexpr = S.T
         takes = tl.where(is_k[:, None], tl.where(j[:, None] == j[None, :], 0.0, -beta[:, None] * now), now)
-        found = tl.where(is_k[:, None] & (j[:, None] == j[None, :]), 1.0, 0.0)
+        own = tl.where(is_k[:, None] & (j[:, None] == j[None, :]), 1.0, 0.0)
+        found = own
         for t in tl.static_range(T):
             found += column_of(takes, S.BT + t) * row_of(found, S.BT + t)
-        return found
+        return found - own
     else:
         return now * beta[None, :]
 
@@ -305,7 +306,8 @@ def step_kernel(
                 sums = add_entries(sums, values_of(lower, p, known, S), reach, known, S)
             seen = sums[0] + (sums[1] + sums[2])
             if S.update == "delta":
-                found = product_of_terms(cut(sixteen(beta[None, :] * (v.to(tl.float32) - seen)), S), response, S)
+                brings = beta[None, :] * (v.to(tl.float32) - seen)
+                found = product_of_terms(cut(sixteen(brings), S), response, S)
             else:
                 found = product_of_terms(cut(v, S), response, S)
             mask = (asks_valid & asks_q)[None, :] & inside[:, None]
@@ -313,7 +315,8 @@ def step_kernel(
             tl.store(out + (asks_token * S.H * S.P)[None, :] + at_v, result, mask=mask)
             tl.store(value + place[None, :] * S.P + p[:, None], v, mask=brought)
             if written is not None:
-                store_written(written, lower, scales, place[:, None], p[None, :], tl.trans(found), tl.trans(brought), S)
+                values = tl.trans(brings + found)
+                store_written(written, lower, scales, place[:, None], p[None, :], values, tl.trans(brought), S)
         g, beta = head_gates(inputs, raw, valid, low, high, S)
         weight_of_entry, total = reach_of(stored, e, known)
 
