@@ -8,8 +8,11 @@ from __future__ import annotations
 import interpreting  # noqa: F401
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from replayssm import Precision, ReplayCache, ReplayError, Rows, precision, step
+from replayssm.backends.triton.tile import halves
 from support.makers import generator, layout_of, random_inputs, random_state
 from support.model import Model, conv_layout
 
@@ -91,3 +94,40 @@ def test_a_wrong_row_writes_nothing(
         cache.check()
     cache.check()
     assert cache.length.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "deltanet"])
+def test_several_blocks_of_entries(name: str) -> None:
+    """More than sixteen entries are read and folded, in tiles and pieces of which the last ones are not full."""
+    sizes = {"heads": 2, "groups": 2 if name == "kda" else 1, "head_dim": 20, "state_dim": 40}
+    model = Model(name, layout_of(name, torch.float32, **{**sizes, "window": 37, "max_draft": 3}), 1, 2)
+    model.load([0, 1], phase=[0, 1])
+    for number in range(13):
+        model.step([1, 0], [3, 2])
+        model.commit([3, 1 + number % 2])
+    model.cache.check()
+    model.check()
+    model.fold([0, 1])
+    model.check()
+
+
+@triton.jit
+def split_kernel(x, parts, N: tl.constexpr):
+    at = tl.arange(0, N)
+    high, low = halves(tl.load(x + at))
+    tl.store(parts + at, high)
+    tl.store(parts + N + at, low)
+
+
+def test_halves_are_numbers_of_tf32() -> None:
+    """Their sum is the number; a tensor core, which takes eleven digits of each, loses one digit of it at most."""
+    x = torch.randn(1024, generator=generator(3)) * 2.0 ** torch.randint(-60, 60, (1024,), generator=generator(4))
+    parts = torch.empty(2, 1024)
+    split_kernel[(1,)](x, parts, 1024)
+    high, low = parts
+    assert torch.equal(high + low, x)
+    kept = [(part.view(torch.int32) & ~0x1FFF).view(torch.float32).double() for part in (high, low)]
+    assert torch.equal(kept[0], high.double())
+    lost = (kept[0] + kept[1] - x.double()).abs() / x.double().abs()
+    assert lost.max() <= 2.0**-23
+    assert abs(((kept[0] + kept[1] - x.double()) / x.double()).mean()) < 2.0**-26
