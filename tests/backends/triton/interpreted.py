@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from replayssm import Precision, ReplayCache, ReplayError, Rows, precision, step
+from replayssm.backends.triton.launch import Tile
 from replayssm.backends.triton.tile import halves
 from support.makers import generator, layout_of, random_inputs, random_state
 from support.model import Model, conv_layout
@@ -98,9 +99,13 @@ def test_a_wrong_row_writes_nothing(
 
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "kda", "deltanet"])
 def test_several_blocks_of_entries(name: str) -> None:
-    """More than sixteen entries are read and folded, in tiles and pieces of which the last ones are not full."""
+    """More than sixteen entries are read and folded, in tiles and pieces of which the last ones are not full.
+
+    A program takes all heads that share a key.
+    """
     sizes = {"heads": 2, "groups": 2 if name == "kda" else 1, "head_dim": 20, "state_dim": 40}
     model = Model(name, layout_of(name, torch.float32, **{**sizes, "window": 37, "max_draft": 3}), 1, 2)
+    model.cache.verbs.tiles["step"] = Tile(16, 64, 1, programs=1)
     model.load([0, 1], phase=[0, 1])
     for number in range(13):
         model.step([1, 0], [3, 2])
