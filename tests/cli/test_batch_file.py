@@ -190,7 +190,7 @@ def test_answers_to_other_questions_are_refused(ask, tmp_path, folders):
         ({"id": "x"}, "prompts.jsonl:2: prompt: Field required"),
         ({"prompt": 5}, "prompts.jsonl:2: prompt: Input should be a valid string"),
         ({"prompt": "x", "temperature": "hot"}, "prompts.jsonl:2: temperature: Input should be"),
-        ({"prompt": "x", "temperature": -1}, "prompts.jsonl:2: temperature: expected a finite number in 0.0…inf, got -1"),
+        ({"prompt": "x", "temperature": -1}, "prompts.jsonl:2: temperature: expected a finite number"),
         ({"prompt": "x", "max_new_tokens": 0}, "prompts.jsonl:2: max_tokens: expected"),
         ({"prompt": "x", "stop": [""]}, "prompts.jsonl:2: stop: an empty string"),
         ({"prompt": "x", "id": True}, "prompts.jsonl:2: id: Input should be"),
