@@ -17,6 +17,7 @@ def make_row(shape, batch, draft=1, precision="fp32", **more):
         "read_tb_s": 4.5,
         "bytes": 10**9,
         "slowest_over_mean": 1.02,
+        "fold_over_copy": 1.25,
         "error": 1e-7,
         "error_conventional": 2e-7,
         "by_step": [0.3, 0.31],

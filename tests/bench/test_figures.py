@@ -81,12 +81,26 @@ def test_errors(shape, draft, precision, bound):
 
 def test_a_figure():
     case = make_case("gdn-2x16x16g1", 64, window=8)
-    row = kernel.figure(case, SETUP, {"read_tb_s": 0.5}, (16, 2), {})
+    row = kernel.figure(case, SETUP, {"read_tb_s": 0.5, "copy_tb_s": 0.4}, (16, 2), {})
     assert row["period"] == case.period == len(row["by_step"]) == len(row["aligned"]) == 8
     assert row["bytes"] == round(moved(case).total)
     assert row["ratio"] == pytest.approx(row["ms_conventional"] / row["ms"])
     assert row["read_share"] == pytest.approx(row["bytes"] / (row["ms"] * 1e-3) / 0.5e12)
     assert row["layers"] == (1 << 20) // (2 * 16 * 16 * 4 * 64)
+    copied = 2 * 64 * 2 * 16 * 16 * 4 / 0.4e12
+    assert row["fold_over_copy"] == pytest.approx(row["ms_fold"] * 1e-3 / copied)
+
+
+def test_a_fold_is_timed_on_full_rows():
+    replay = Replay(make_case("gdn-2x16x16g1", 4, 4, window=12), Setup("cpu", 1, least=2))
+    replay.align()
+    folded = []
+    cache, fold = replay.cache, replay.cache.fold
+    cache.fold = lambda slots: (folded.append(cache.length.tolist()), fold(slots))  # pyright: ignore[reportAttributeAccessIssue]
+    assert kernel._fold(replay, SETUP) > 0
+    assert folded
+    assert all(lengths == [3 * (replay.period - 1)] * 4 for lengths in folded)
+    assert cache.length.tolist() == [0] * 4
 
 
 def test_bytes_are_those_of_the_state_and_the_fold():
@@ -168,7 +182,7 @@ def test_a_page(tmp_path, rows):
         ["| gdn-2x16x16g1", "64", "32", "3 of 4"],
     ]
     assert body[1] == (
-        "| gdn-2x16x16g1 | 256 | 32 | 1 | 0.300 | 0.280 | 0.540 | 1.80 | 80% | 1.02 | 1.0e-07 (2.0e-07) | abc |"
+        "| gdn-2x16x16g1 | 256 | 32 | 1 | 0.300 | 0.280 | 0.540 | 1.80 | 80% | 1.02 | 1.25 | 1.0e-07 (2.0e-07) | abc |"
     )
     (tmp_path / "kernel-cycle.png").touch()
     rewrite(page, rows)
@@ -224,4 +238,7 @@ def test_take_keeps_the_weights_whole():
 
 def test_rows_are_json():
     case = make_case("gdn-2x16x16g1", 64, window=8)
-    assert json.loads(json.dumps(kernel.figure(case, SETUP, {"read_tb_s": 0.5}, (16, 2), {})))["shape"] == case.shape
+    assert (
+        json.loads(json.dumps(kernel.figure(case, SETUP, {"read_tb_s": 0.5, "copy_tb_s": 0.4}, (16, 2), {})))["shape"]
+        == case.shape
+    )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from replayssm.bench.cases import Case
 from replayssm.bench.conventional import Conventional
 from replayssm.bench.replay import Replay, moved
-from replayssm.bench.timing import Setup, free, prepare
+from replayssm.bench.timing import Setup, free, median, prepare
+from replayssm.plan.traffic import state_bytes
 
 if TYPE_CHECKING:
     from replayssm.backends.triton.launch import Tile
@@ -24,7 +25,8 @@ def measure_replay(case: Case, setup: Setup, tiles: Mapping[str, Tile] | None = 
     Returns:
         ``ms``: mean over full cycles with staggered folds, commit and folds inside; ``ms_step``: the step alone;
         ``by_step``: each model step of a cycle with staggered folds; ``aligned``: the same with all rows folding
-        together at its end; ``slowest_over_mean`` of the staggered ones; ``period``, ``layers``, ``bytes``.
+        together at its end; ``slowest_over_mean`` of the staggered ones; ``ms_fold``: a fold of all rows, just before
+        they fold by themselves; ``period``, ``layers``, ``bytes``.
     """
     replay = Replay(case, setup, tiles)
     whole, period = prepare(replay.cycle, setup.device, warm=2), replay.period
@@ -38,6 +40,7 @@ def measure_replay(case: Case, setup: Setup, tiles: Mapping[str, Tile] | None = 
     step = statistics.median(only(setup.repetitions(first / period))) / replay.layers
     replay.align()
     aligned = _positions(single(3 * period), period, replay.layers)
+    fold = _fold(replay, setup)
     replay.cache.check()
     return {
         "ms": cycle,
@@ -45,10 +48,24 @@ def measure_replay(case: Case, setup: Setup, tiles: Mapping[str, Tile] | None = 
         "slowest_over_mean": max(by_step) / statistics.mean(by_step),
         "by_step": by_step,
         "aligned": aligned,
+        "ms_fold": fold,
         "period": period,
         "layers": replay.layers,
         "bytes": round(moved(case).total),
     }
+
+
+def _fold(replay: Replay, setup: Setup) -> float:
+    """Milliseconds that a fold of all rows takes a layer, right after they folded together."""
+    for _ in range(replay.period - 1):
+        replay.model_step()
+    entries = replay.cache.length.clone()
+
+    def fold() -> None:
+        replay.cache.length.copy_(entries)
+        replay.cache.fold(replay.rows.slots)
+
+    return median(setup, fold) / replay.layers
 
 
 def _positions(times: list[float], period: int, layers: int) -> list[float]:
@@ -70,6 +87,8 @@ def figure(case: Case, setup: Setup, ceiling: Row, knobs: tuple[int, int], tiles
     free()
     row = {**asdict(case), **measure_replay(case, setup, tiles), **usual, **ceiling}
     row["ratio"] = row["ms_conventional"] / row["ms"]
+    copied = 2 * state_bytes(case.layout) * case.batch
+    row["fold_over_copy"] = row["ms_fold"] / (copied / row["copy_tb_s"] / 1e9)
     row["read_share"] = row["bytes"] / row["ms"] / 1e9 / row["read_tb_s"]
     row["tiles"] = {name: list(asdict(tile).values()) for name, tile in tiles.items()}
     free()

@@ -19,7 +19,7 @@ PLOTS = {
 }
 HEAD = (
     "| shape | batch | window | tokens | cycle, ms | step alone | conventional | ratio | of the read ceiling "
-    "| slowest step / mean | error of the state (conventional) | commit |\n" + "|---" * 12 + "|\n"
+    "| slowest step / mean | fold / copy | error of the state (conventional) | commit |\n" + "|---" * 13 + "|\n"
 )
 
 
@@ -47,6 +47,7 @@ def _line(row: Row) -> str:
         f"{row['ratio']:.2f}",
         f"{row['read_share']:.0%}",
         f"{row['slowest_over_mean']:.2f}",
+        f"{row['fold_over_copy']:.2f}" if "fold_over_copy" in row else "–",
         f"{row['error']:.1e} ({row['error_conventional']:.1e})",
         row["commit"],
     ]

@@ -169,7 +169,7 @@ def tokens_at_once(layout: Layout) -> int:
     """See ``Shape.BT``. Queries and keys together are eight columns of a product at least, where both are read."""
     if decodes(layout):
         return 1
-    both = layout.recurrence.update == "delta" and layout.recurrence.decay != "channel"
+    both = layout.recurrence.update == "delta" or layout.recurrence.decay == "channel"
     return int(max(4 if both else 8, triton.next_power_of_2(layout.max_draft)))
 
 

@@ -15,7 +15,16 @@ import triton.language as tl
 
 from replayssm.backends.triton.formats import columns_of
 from replayssm.backends.triton.gates import channel_gates, fall
-from replayssm.backends.triton.tile import cut, exact, pairs_by_channel, product, product_of_terms, state_terms, turned
+from replayssm.backends.triton.tile import (
+    cut,
+    pairs_by_channel,
+    product,
+    product_of_terms,
+    stacked,
+    state_terms,
+    sums_of,
+    turned,
+)
 
 
 @triton.jit
@@ -87,21 +96,12 @@ def pairs_of_tree(x, g, line, mine, S: tl.constexpr):
     by_key = tl.full([2 * S.BT, 2 * S.BT], 0.0, tl.float32)
     for i in range(T):
         path = tl.sum(tl.where((rank == i)[:, None], line.to(tl.int32), 0), 0)
-        apart = exact((path[None, :] > line.to(tl.int32)) & mine[None, :], S)
-        decayed = x * tl.exp(product(apart, once, S))
+        decayed = x * tl.exp(sums_of((path[None, :] > line.to(tl.int32)) & mine[None, :], once, S))
         q = tl.sum(tl.where((rank == i)[:, None], x, 0.0), 0)
         k = tl.sum(tl.where((rank == S.BT + i)[:, None], x, 0.0), 0)
         by_key = tl.where((rank == i)[None, :], tl.sum(decayed * q[None, :], 1)[:, None], by_key)
         by_key = tl.where((rank == S.BT + i)[None, :], tl.sum(decayed * k[None, :], 1)[:, None], by_key)
     return tl.trans(by_key)
-
-
-@triton.jit
-def stacked(above, below):
-    """Two tiles [R, N] as one [2R, N]."""
-    R: tl.constexpr = above.shape[0]
-    N: tl.constexpr = above.shape[1]
-    return tl.reshape(tl.permute(tl.join(above, below), (2, 0, 1)), [2 * R, N])
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def probes_of_head(
     g = channel_gates(inputs, strides, (start + n)[:, None], there, head, columns, low, high, S)
     tl.store(channels + (tl.min(place, 0) + n)[:, None] * S.K + columns, g, mask=there)
     g = stacked(tl.zeros_like(g), g)
-    along = product(exact(line & is_k[None, :], S), g, S)
+    along = sums_of(line & is_k[None, :], g, S)
     near = x * fall(along, S)
     if S.tree:
         scores = pairs_of_tree(x, g, line, is_k, S)
@@ -169,7 +169,7 @@ def probes_of_head(
         inside = (few < S.K)[None, :]
         x, _ = queries_and_keys(inputs, strides, group * S.K + few[None, :], inside, readers, True)
         g = tl.load(channels + place[:, None] * S.K + few[None, :], mask=readers[3] & inside, other=0.0)
-        along = product(exact(line & is_k[None, :], S), g, S) + tl.gather(total, tl.minimum(few, S.KP - 1), 0)[None, :]
+        along = sums_of(line & is_k[None, :], g, S) + tl.gather(total, tl.minimum(few, S.KP - 1), 0)[None, :]
         far = x.to(tl.float32) * fall(along, S)
         probes = probes + (turned(state_terms(far, ACT, tl.float32, S)),)
     return probes, scores, old_scores, squares, squares

@@ -309,7 +309,7 @@ def step_kernel(
                 brings = beta[None, :] * (v.to(tl.float32) - seen)
                 found = product_of_terms(cut(sixteen(brings), S), response, S)
             else:
-                found = product_of_terms(cut(v, S), response, S)
+                found = product_of_terms(cut(sixteen(v), S), response, S)
             mask = (asks_valid & asks_q)[None, :] & inside[:, None]
             result = (seen + found).to(out.dtype.element_ty)
             tl.store(out + (asks_token * S.H * S.P)[None, :] + at_v, result, mask=mask)

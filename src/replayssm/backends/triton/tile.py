@@ -171,6 +171,23 @@ def sixteen(x):
 
 
 @triton.jit
+def stacked(above, below):
+    """Two tiles [R, N] as one [2R, N]."""
+    R: tl.constexpr = above.shape[0]
+    N: tl.constexpr = above.shape[1]
+    return tl.reshape(tl.permute(tl.join(above, below), (2, 0, 1)), [2 * R, N])
+
+
+@triton.jit
+def sums_of(mask, x, S: tl.constexpr):
+    """Σ of the rows j of x [J, N] where mask_ij [M, J]: [M, N], a product with zeros and ones."""
+    if x.shape[0] < 16:
+        return product(sixteen(exact(mask, S)), stacked(x, tl.zeros_like(x)), S)
+    else:
+        return product(exact(mask, S), x, S)
+
+
+@triton.jit
 def ancestors(parents, start, count, t, of, S: tl.constexpr):
     """Whether the token of_j [J] is the token t_i [M] or an ancestor of it, int1; and whether some parent is none."""
     if S.tree:
@@ -228,7 +245,7 @@ def pairs_by_channel(x, g, t, mine, N: tl.constexpr, S: tl.constexpr):
             begin = (((t >> level) | 1) << level)[:, None]
             above = upper[:, None] & (m >= begin) & (m <= at)
             below = (upper[:, None] == 0) & (m > at) & (m < begin)
-            scaled = x * fall(product(exact((above | below) & mine[None, :], S), g, S), S)
+            scaled = x * fall(sums_of((above | below) & mine[None, :], g, S), S)
             together = (at >> (level + 1)) == (m >> (level + 1))
             pairs = together & upper[:, None] & (upper[None, :] == 0)
             found += tl.where(pairs, product(scaled, tl.trans(scaled), S), 0.0)
