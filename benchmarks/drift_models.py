@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--policies", default=policies.DEFAULT)
+    parser.add_argument("--commit", default="", help="what rows say of the commit, outside of a checkout")
     parser.add_argument("--seconds", type=float, default=240, help="for everything")
     asked = parser.parse_args()
     deadline = time.time() + asked.seconds
@@ -87,6 +88,7 @@ def main() -> None:
         rows = asked.out / f"drift-{Path(model).name}-{stamp}.jsonl"
         log = rows.with_suffix(".log")
         options = [*common, "--tokens", str(asked.tokens), "--out", str(rows), "--plot", str(rows.with_suffix(".png"))]
+        options += ["--commit", asked.commit]
         chosen = [name for i, name in enumerate(names) if f"{model} {i % GROUPS}" in fit]
         long[str(rows)] = start(model, chosen, options, log), log
     rows = sorted(finish(long, deadline))

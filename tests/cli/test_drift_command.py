@@ -23,7 +23,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_policy(cli: CLI, hybrid: str, text: str, tmp_path: Path) -> None:
     rows, picture = tmp_path / "out" / "rows.jsonl", tmp_path / "drift.png"
     options = ["--tokens", "256", "--chunk", "96", "--text", text, "--device", "cpu"]
-    result = cli("drift", hybrid, *options, "--out", str(rows), "--plot", str(picture), "--json")
+    result = cli("drift", hybrid, *options, "--out", str(rows), "--plot", str(picture), "--commit", "abc", "--json")
     assert result.exit_code == 0, result.output
     assert "256 of 256 tokens" in result.stderr
     document = json.loads(result.stdout)
@@ -39,6 +39,7 @@ def test_every_policy(cli: CLI, hybrid: str, text: str, tmp_path: Path) -> None:
         assert row["tokens"] == 256
         assert row["recurrences"] == ["GDN"]
         assert row["date"]
+        assert row["commit"] == "abc"
     for form in ("fp8", "int8", "nvfp4"):
         ends = [found[prefix + form]["kl"][-1] for prefix in ("conventional+", "", "float32+")]
         assert ends[0] > ends[1] > ends[2] / 2 > 1e-12, form

@@ -29,7 +29,7 @@ def provenance(device: str, commit: str = "") -> Row:
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "triton": version("triton"),
-        "commit": commit or _commit(),
+        "commit": commit or checkout(),
     }
 
 
@@ -51,7 +51,7 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _commit() -> str:
+def checkout() -> str:
     """The checkout's commit, with ``-dirty`` after it where tracked files differ; empty outside of one."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from replayssm import models
+from replayssm.bench.rows import checkout
 from replayssm.drift import policies, rows
 from replayssm.drift.rows import Row
 
@@ -47,6 +48,7 @@ def drift(
     seed: Annotated[int, typer.Option(min=0, help="of stochastic rounding")] = 0,
     out: Annotated[Path | None, typer.Option(help="file for the rows, JSON lines")] = None,
     plot: Annotated[Path | None, typer.Option(help="file for the picture (.png, .svg, .pdf)")] = None,
+    commit: Annotated[str, typer.Option(help="what rows say of the commit, outside of a checkout")] = "",
     from_: Annotated[
         list[Path] | None, typer.Option("--from", help="show rows of such files instead of measuring; repeat")
     ] = None,
@@ -61,6 +63,7 @@ def drift(
         found = rows.read(from_)
     else:
         found = _measure(model, policy, tokens, window, batch, chunk, attention, text, device, dtype, seed)
+        found = [{**row, "commit": commit or checkout()} for row in found]
     if out is not None:
         rows.write(out, found)
     if plot is not None:
