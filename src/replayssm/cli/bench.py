@@ -170,7 +170,7 @@ def _draw(rows: Sequence[Row], plots: Path | None, page: Path | None) -> None:
 
 def _table(rows: Sequence[Row]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.get("peers", {})))
-    head = ("case", "ms", "step", "conv.", "ratio", "read", "error", "conv.", *names)
+    head = ("case", "ms", "step", "conv.", "ratio", "read", "fold", "error", "conv.", *names)
     table = Table(*head, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in table.columns[: len(head) - len(names)]:
         column.no_wrap = True
@@ -183,6 +183,7 @@ def _table(rows: Sequence[Row]) -> Table:
                 *(f"{row[key]:.4f}" for key in ("ms", "ms_step", "ms_conventional")),
                 f"{row['ratio']:.2f}×",
                 f"{row['read_share']:.0%}",
+                f"{row['fold_over_copy']:.2f}×" if "fold_over_copy" in row else "",
                 *(f"{row[key]:.1e}" for key in ("error", "error_conventional")),
                 *(f"{row['peers'][name]:.4f}" if name in row.get("peers", {}) else "" for name in names),
             )
