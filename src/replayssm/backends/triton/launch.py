@@ -193,9 +193,9 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
 
     Heuristic, from sweeps on an H200. Decode takes columns in parts of 32, a warp for 16 rows, one warp a program where
     the written values make sums over entries expensive; eight and four bits an element: 64 columns of a plane, so that
-    a thread keeps few probes. A fold that walks keeps 64 floats a thread, four programs a multiprocessor. Products take
-    all columns and four warps. A verify step has one warp and as many rows as registers hold. Formats that need a whole
-    head at once have more warps.
+    a thread keeps few probes. A fold that walks keeps 64 floats a thread, four programs a multiprocessor; others have a
+    warp for 16 rows. A verify step has one warp and as many rows as registers hold. Formats that need a whole head at
+    once have more warps.
     """
     if device.type == "cuda":
         found = tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout))
