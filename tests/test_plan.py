@@ -216,7 +216,7 @@ def test_precision_is_the_fastest_of_the_error_class():
         assert [choice.precision.name for choice in many.values()] == ["fp32", "fp32+bf16", "fp32+fp8", "fp32+nvfp4"]
         times = list(many["coarse"].seconds.values())
         assert times == sorted(times, reverse=True)
-        step = H200.replay + H200.seconds(replay_step(replace(layout, precision=Precision(read_copy="fp8"))) * 256)
+        step = H200.replay + H200.seconds(replay_step(replace(layout, precision=Precision.preset("float32+fp8"))) * 256)
         assert many["coarse"].seconds["close"] == pytest.approx(step)
 
 

@@ -99,7 +99,8 @@ class Precision:
     def preset(cls, name: str) -> Precision:
         """The policy of a name: ``CHECKPOINT[sr][+READ_COPY]``, as ``float32``, ``float32+nvfp4``, ``fp16sr+fp8``.
 
-        "sr" is stochastic rounding. Formats are those of the attributes; "float32" may be written for "fp32".
+        "sr" is stochastic rounding. Formats are those of the attributes; "float32" may be written for "fp32". Where
+        steps read eight bits an element or fewer, at 1 % of error or more, written values are bfloat16, at 0.2 %.
 
         Raises:
             ReplayError: no such format, with the list of them.
@@ -112,7 +113,9 @@ class Precision:
                 f"precision: got {name!r}, expected a checkpoint ({', '.join(FORMATS)}; with sr for stochastic "
                 f"rounding) and, if steps read a copy, + its format ({', '.join(_COPIES)}); such as float32+fp8"
             )
-        return cls(kept, read if plus else None, rounding="nearest" if stochastic is None else "stochastic")
+        few = (read if plus else kept) not in _PLAIN
+        rounding: Rounding = "nearest" if stochastic is None else "stochastic"
+        return cls(kept, read if plus else None, "bf16" if few else None, rounding)
 
     @property
     def name(self) -> str:

@@ -14,31 +14,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.formats import columns_of, planes, read_state, row_scales, store_written
+from replayssm.backends.triton.formats import row_scales, store_written
 from replayssm.backends.triton.gates import channel_gates, fall, gate_inputs, head_gates, load_or, unit_scales
+from replayssm.backends.triton.reading import probes_of, scores_of, sums_of_state
 from replayssm.backends.triton.step import BAD_SLOT, admit, clear, report
 
 
 @triton.jit
-def channel_decay(past, inputs, strides, keys, q, k, e, length, token, live, head, columns, low, high, S: tl.constexpr):
-    """Keys [BE, KP] decayed to now, and q, k [KP] as probes of the checkpoint and of the entries.
+def scores_by_channel(
+    key, past, inputs, strides, q, k, e, known, token, live, head, columns, low, high, S: tl.constexpr
+):  # fmt: skip
+    """Where each channel has its decay: raw scores of the entries' keys with q and k [BE] each, and q, k [KP] as probes
+    of the checkpoint. The new token's decay is appended too.
 
-    Where the decay is per channel, the new token's is appended too, and the rows are the entries e [BE] from the last
-    one on, as the compiler adds up from the first one on.
+    Entries are taken from the last one on, as the compiler adds up from the first one on.
     """
-    if past is None:
-        return keys, q, k, q, k
-    else:
-        wide = columns < S.K
-        at = past + S.K + e[:, None] * S.K + columns[None, :]
-        later = tl.load(at, mask=(e + 1 < length)[:, None] & wide[None, :], other=0.0)
-        first = tl.load(past + columns, mask=wide & (length > 0), other=0.0)
-        g = channel_gates(inputs, strides, token, wide & live, head, columns, low, high, S)
-        tl.store(past + length * S.K + columns, g, mask=wide & live)
-        total = tl.sum(later, 0) + first
-        decayed = keys * fall(tl.cumsum(later, 0), S)
-        near, far = fall(g, S), fall(g + total, S)
-        return decayed, q * far, k * far, q * near, k * near
+    wide = columns < S.K
+    order = S.BE - 1 - e
+    at = order[:, None] * S.K + columns[None, :]
+    keys = tl.load(key + at, mask=(order < known)[:, None] & wide[None, :], other=0.0)
+    later = tl.load(past + S.K + at, mask=(order + 1 < known)[:, None] & wide[None, :], other=0.0)
+    first = tl.load(past + columns, mask=wide & (known > 0), other=0.0)
+    g = channel_gates(inputs, strides, token, wide & live, head, columns, low, high, S)
+    tl.store(past + known * S.K + columns, g, mask=wide & live)
+    total = tl.sum(later, 0) + first
+    decayed = keys.to(tl.float32) * fall(tl.cumsum(later, 0), S)
+    near, far = fall(g, S), fall(g + total, S)
+    score_q, score_k = tl.sum(decayed * (q * near)[None, :], 1), tl.sum(decayed * (k * near)[None, :], 1)
+    return tl.gather(score_q, order, 0), tl.gather(score_k, order, 0), q * far, k * far
 
 
 @triton.jit
@@ -60,19 +63,6 @@ def decay_of_heads(decay, heads, e, known, S: tl.constexpr):
 def rows_of(x, S: tl.constexpr):
     """A number for each head [N] as one for each row of a tile [BP]."""
     return tl.reshape(tl.broadcast_to(x[:, None], [S.N, S.BP // S.N]), [S.BP])
-
-
-@triton.jit
-def pieces_of(x, S: tl.constexpr):
-    """[KP] as C arrays [1, BK]. By a gather: it keeps the layout of x from spreading to the tiles of the state."""
-    LAST: tl.constexpr = x.shape[0] - 1
-    C: tl.constexpr = S.C
-    pieces = ()
-    for piece in tl.static_range(C):
-        columns = columns_of(piece, S)
-        found = tl.gather(x, tl.minimum(columns, LAST), 0)
-        pieces = pieces + (tl.where(columns < S.K, found, 0.0)[None, :],)
-    return pieces
 
 
 @triton.jit
@@ -111,12 +101,9 @@ def decode_kernel(
     W: tl.constexpr = S.W
     T: tl.constexpr = S.T
     K: tl.constexpr = S.K
-    C: tl.constexpr = S.C
     N: tl.constexpr = S.N
-    BK: tl.constexpr = S.BK
     KP: tl.constexpr = S.KP
     DEEP: tl.constexpr = S.BP // S.N
-    PLANES: tl.constexpr = planes(S.read)
     blocks: tl.constexpr = (S.P + DEEP - 1) // DEEP
     chunks = (blocks + each - 1) // each
     pid = tl.program_id(0)
@@ -132,15 +119,12 @@ def decode_kernel(
     known = tl.where(live, length, 0)
     columns = tl.arange(0, KP)
     wide = columns < K
-    raw_q = tl.load(inputs.q + token * token_strides.q + group * K + columns, mask=wide & live, other=0.0)
-    raw_k = tl.load(inputs.k + token * token_strides.k + group * K + columns, mask=wide & live, other=0.0)
+    at_q, at_k = inputs.q + token * token_strides.q + group * K, inputs.k + token * token_strides.k + group * K
+    raw_q = tl.load(at_q + columns, mask=wide & live, other=0.0)
+    raw_k = tl.load(at_k + columns, mask=wide & live, other=0.0)
     e = tl.arange(0, S.BE)
     old = e < known
-    # Rows of keys: see ``channel_decay``.
-    order = e if layer.channels is None else S.BE - 1 - e
     key = layer.key + where * strides.key + group * W * K
-    past = (order < known)[:, None] & wide[None, :]
-    keys = tl.load(key + order[:, None] * K + columns[None, :], mask=past, other=0.0)
     key_scale = None if layer.key_scale is None else layer.key_scale + where * strides.key_scale + group * W
     channels = None if layer.channels is None else layer.channels + where * strides.channels + shared * W * K
     heads = shared + tl.arange(0, N)
@@ -161,27 +145,14 @@ def decode_kernel(
     tl.store(key + length * K + columns, raw_k, mask=wide & first_of_group)
     q_scale, k_scale = unit_scales(tl.sum(q * q, 0), tl.sum(k * k, 0), S)
     own = tl.sum(q * k, 0) * q_scale * k_scale
-    keys, far_q, far_k, near_q, near_k = channel_decay(
-        channels,
-        inputs,
-        token_strides,
-        keys.to(tl.float32),
-        q,
-        k,
-        order,
-        known,
-        token,
-        live,
-        shared,
-        columns,
-        low,
-        high,
-        S,
-    )
+    if layer.channels is None:
+        score_q, score_k = scores_of(key, at_q, at_k, e, known, S)
+        far_q, far_k = q, k
+    else:
+        score_q, score_k, far_q, far_k = scores_by_channel(
+            key, channels, inputs, token_strides, q, k, e, known, token, live, shared, columns, low, high, S
+        )
     old_scale = load_or(key_scale, e, old, 1.0)
-    score_q, score_k = tl.sum(keys * near_q[None, :], 1), tl.sum(keys * near_k[None, :], 1)
-    if layer.channels is not None:
-        score_q, score_k = tl.gather(score_q, order, 0), tl.gather(score_k, order, 0)
     score_q, score_k = score_q * (old_scale * q_scale), score_k * (old_scale * k_scale)
     # What an entry's value, or written value, is multiplied by.
     entry = heads[:, None] * W + e[None, :]
@@ -191,9 +162,9 @@ def decode_kernel(
     else:
         reach *= load_or(scales, entry, old[None, :] & every[:, None], 1.0)
     reach_q, reach_k = eights_of(reach * score_q[None, :], S), eights_of(reach * score_k[None, :], S)
-    probe_q, probe_k = pieces_of(far_q, S), pieces_of(far_k, S)
+    probes, back_q, back_k = probes_of(far_q, far_k, S)
     far = tl.exp(total + g)
-    far_q, far_k = rows_of(far * q_scale, S), rows_of(far * k_scale, S)
+    far_q, far_k = rows_of(far * (q_scale * back_q), S), rows_of(far * (k_scale * back_k), S)
     beta_of_row = rows_of(beta, S)
 
     tl.store(weight + heads * W + length, beta, mask=first_of_chunk & every)
@@ -226,17 +197,11 @@ def decode_kernel(
             past_k += u * reach_k[i]
         v = tl.load(inputs.v + token * token_strides.v + head * S.P + p, mask=inside, other=0.0)
         by_row = row_scales(layer, strides, where, head, head * S.P + p, inside, S)
-        sums_q, sums_k = tl.full([S.BP, BK], 0.0, tl.float32), tl.full([S.BP, BK], 0.0, tl.float32)
-        for part in tl.static_range(C // PLANES):
-            found = read_state(layer, strides, where, head * S.P + p, rows_inside, part, BK, S)
-            for plane in tl.static_range(PLANES):
-                s = found[plane].to(tl.float32)
-                sums_q += s * probe_q[part + plane * (C // PLANES)]
-                sums_k += s * probe_k[part + plane * (C // PLANES)]
-        result = tl.sum(sums_q, 1) * (far_q * by_row) + tl.reshape(tl.sum(past_q, 1), [S.BP])
+        sums_q, sums_k = sums_of_state(layer, strides, where, head * S.P + p, rows_inside, probes, S)
+        result = sums_q * (far_q * by_row) + tl.reshape(tl.sum(past_q, 1), [S.BP])
         u = v.to(tl.float32)
         if S.update == "delta":
-            u -= tl.sum(sums_k, 1) * (far_k * by_row) + tl.reshape(tl.sum(past_k, 1), [S.BP])
+            u -= sums_k * (far_k * by_row) + tl.reshape(tl.sum(past_k, 1), [S.BP])
         u *= beta_of_row
         result += own * u
         tl.store(out + token * S.H * S.P + head * S.P + p, result.to(out.dtype.element_ty), mask=inside)
