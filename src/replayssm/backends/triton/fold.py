@@ -13,7 +13,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.formats import element, fold_columns, load_state, scale_element, store_state
+from replayssm.backends.triton.formats import (
+    element,
+    fold_columns,
+    head_top,
+    larger,
+    largest_finite,
+    largest_of,
+    load_state,
+    planes,
+    scale_element,
+    scale_of,
+    store_blocks,
+    store_state,
+)
 from replayssm.backends.triton.gates import load_or
 from replayssm.backends.triton.tile import (
     between,
@@ -186,6 +199,53 @@ def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S
     return after
 
 
+@triton.jit
+def rows_of(head, tile, S: tl.constexpr):
+    """Rows of a layer's state that a tile of a head has, and whether they are the head's."""
+    p = tile * S.BP + tl.arange(0, S.BP)
+    return head * S.P + p, p < S.P
+
+
+@triton.jit
+def copy_rows(table, layer, target, head, tile, S: tl.constexpr, TYPES: tl.constexpr):
+    """Write rows of the read copy, from what the checkpoint holds: read back, in tiles of another shape.
+
+    See ``launch.copy_shape``.
+    """
+    TARGET: tl.constexpr = TYPES.target
+    COPY: tl.constexpr = TYPES.copy
+    rows, inside = rows_of(head, tile, S)
+    state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
+    held = load_state(state, scale, head_scale, head, rows, inside, TARGET, S)
+    state, scale, head_scale = state_of(table, layer, 9, 12, target, COPY, TYPES)
+    store_state(state, scale, head_scale, held, None, head, rows, inside, COPY, S)
+
+
+@triton.jit
+def copy_head(table, layer, target, head, largest, S: tl.constexpr, TYPES: tl.constexpr):
+    """Write a head's four-bit copy: its scale comes from all of its rows, and they are read back for it.
+
+    ``largest`` is the head's largest magnitude, NaN or infinite if some number of it is not finite.
+    """
+    TARGET: tl.constexpr = TYPES.target
+    COPY: tl.constexpr = TYPES.copy
+    tiles: tl.constexpr = (S.P + S.BP - 1) // S.BP
+    state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
+    if (largest < float("inf")) == 0:
+        largest = 0.0
+        for tile in tl.range(tiles, num_stages=1):
+            rows, inside = rows_of(head, tile, S)
+            held = load_state(state, scale, head_scale, head, rows, inside, TARGET, S)
+            largest = tl.maximum(largest, largest_finite(held))
+    whole = scale_of(largest, head_top(COPY))
+    codes, block_scale, whole_scale = state_of(table, layer, 9, 12, target, COPY, TYPES)
+    tl.store(whole_scale + head, whole)
+    for tile in tl.range(tiles, num_stages=1):
+        rows, inside = rows_of(head, tile, S)
+        held = load_state(state, scale, head_scale, head, rows, inside, TARGET, S)
+        store_blocks(codes, block_scale, whole, held, None, rows, inside, COPY, S)
+
+
 @triton.jit(do_not_specialize=["copies", "layers", "seed"])
 def fold_kernel(
     table,
@@ -200,12 +260,13 @@ def fold_kernel(
 ):
     """A fixed number of programs share ``amount[0]`` rows × layers × heads × tiles.
 
-    ``work`` int32 [4, copies]: slot, entries, slot of the target, number of the rounding. Entries that are solved for
-    are so once for all tiles of a head, which are one program's then.
+    ``work`` int32 [4, copies]: slot, entries, slot of the target, number of the rounding. Tiles of a head are one
+    program's where its entries are solved for, once for all of them, and where its copy has a scale of them all.
     """
     tiles: tl.constexpr = (S.P + S.BP - 1) // S.BP
     SOLVES: tl.constexpr = S.update == "delta" and S.BK == 8
-    TOGETHER: tl.constexpr = tiles if SOLVES else 1
+    FOUR: tl.constexpr = planes(TYPES.copy) == 2
+    TOGETHER: tl.constexpr = tiles if SOLVES or FOUR else 1
     each = layers * S.H * (tiles // TOGETHER)
     for item in range(tl.program_id(0), tl.load(amount) * each, tl.num_programs(0)):
         row = item // each
@@ -218,7 +279,6 @@ def fold_kernel(
         counter = tl.load(work + 3 * copies + row)
         STATE: tl.constexpr = TYPES.state
         TARGET: tl.constexpr = TYPES.target
-        COPY: tl.constexpr = TYPES.copy
         ACT: tl.constexpr = TYPES.act
         C: tl.constexpr = S.C
         BLOCKS: tl.constexpr = (S.W + 15) // 16
@@ -244,11 +304,11 @@ def fold_kernel(
         if SOLVES:
             for n in tl.static_range(BLOCKS):
                 solved = solved + (solution(key, weight, decay, key_scale, n * 16, length, S),)
+        most = tl.full([S.BP, S.BK], 0.0, tl.float32)
         first_tile = item % (tiles // TOGETHER)
         for tile in tl.range(first_tile, first_tile + TOGETHER, num_stages=1):
             p = tile * S.BP + tl.arange(0, S.BP)
-            rows = head * S.P + p
-            inside = p < S.P
+            rows, inside = rows_of(head, tile, S)
             state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
             parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)
             if SOLVES:
@@ -270,10 +330,13 @@ def fold_kernel(
                     new = new + (tl.where(inside[:, None] & (columns[part] < S.K)[None, :], parts[part], 0.0),)
             random = (seed, layer, counter) if TYPES.stochastic else None
             state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
-            store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)
-            if COPY is not None:
-                # Read back, in tiles of another shape: see ``launch.copy_shape``.
+            held = store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)
+            if FOUR:
+                for part in tl.static_range(C):
+                    most = larger(most, tl.abs(held[part]))
+            elif TYPES.copy is not None:
                 tl.debug_barrier()
-                held = load_state(state, scale, head_scale, head, rows, inside, TARGET, COPIED)
-                state, scale, head_scale = state_of(table, layer, 9, 12, target, COPY, TYPES)
-                store_state(state, scale, head_scale, held, None, head, rows, inside, COPY, COPIED)
+                copy_rows(table, layer, target, head, tile, COPIED, TYPES)
+        if FOUR:
+            tl.debug_barrier()
+            copy_head(table, layer, target, head, tl.reduce(largest_of(most), 0, larger), COPIED, TYPES)

@@ -406,6 +406,12 @@ def top(word):
 
 
 @triton.constexpr_function
+def head_top(word):
+    """The largest number of a four-bit format in units of a head's scale."""
+    return top(word) * 448.0
+
+
+@triton.constexpr_function
 def bias(word):
     """The exponent bias of a floating-point format; 0 for integers."""
     return {"fp8": 7, "fp8_e5m2": 15, "nvfp4": 1}.get(word, 0)
@@ -419,15 +425,17 @@ def mantissa(word):
 
 @triton.jit
 def nearest_code(x, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
-    """The code of x ≥ 0 (float32, within range), of two equally close ones the even one: bits moved, as int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
-    normal = ((bits + HALF + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # Behind this number a float32 counts in units of the smallest code.
-    UNIT: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
-    tiny = (x + UNIT).to(tl.int32, bitcast=True) - ((151 - BIAS - MANTISSA) << 23)
-    return tl.where(x < 2.0 ** (1 - BIAS), tiny, normal)
+    """The code of x ≥ 0 (float32, within range), of two equally close ones the even one, as int32.
+
+    To a number 2^(23 − MANTISSA) times its power of two, or that of the smallest normal one, x is added in units of its
+    last digit. The exponent goes on top; how the two count from zero differs by a number that comes with the former.
+    """
+    CODES: tl.constexpr = 1 << (3 if BIAS == 1 else 7)
+    SHARE: tl.constexpr = 1 << MANTISSA
+    MORE: tl.constexpr = ((BIAS - 128) * SHARE) % CODES
+    power = tl.maximum(x, 2.0 ** (1 - BIAS)).to(tl.int32, bitcast=True) & 0x7F800000
+    digits = power.to(tl.float32, bitcast=True) * (2.0 ** (23 - MANTISSA) + MORE / SHARE) + x
+    return (digits.to(tl.int32, bitcast=True) + (power >> (23 - MANTISSA))) & (CODES - 1)
 
 
 @triton.jit
@@ -437,20 +445,38 @@ def number(code, BIAS: tl.constexpr, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, bits, WORD: tl.constexpr):
-    """Codes (int32) of x, which is in units of its scale, and what they stand for; to the nearest without bits."""
+def value_of(code, WORD: tl.constexpr):
+    """What a code (uint8) of a format with scales stands for, as float32."""
+    if WORD == "int8":
+        return code.to(tl.int8, bitcast=True).to(tl.float32)
+    elif WORD == "int4":
+        return ((code.to(tl.int32) ^ 8) - 8).to(tl.float32)
+    else:
+        return number(code, bias(WORD), mantissa(WORD))
+
+
+@triton.jit
+def rounded(x, bits, WORD: tl.constexpr, ARCH: tl.constexpr):
+    """Codes of x, which is in units of its scale: of the closest number within range without bits.
+
+    In int32, whose higher bits are the sign's, or in uint8 where the GPU converts.
+    """
     BIAS: tl.constexpr = bias(WORD)
     MANTISSA: tl.constexpr = mantissa(WORD)
-    size = tl.abs(x)
+    TOP: tl.constexpr = top(WORD)
     if BIAS == 0:
+        x = tl.minimum(tl.maximum(x, -TOP), TOP)
         if bits is None:
-            code = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+            return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         else:
+            size = tl.abs(x)
             low = tl.floor(size)
             code = low.to(tl.int32) + below(bits, size - low).to(tl.int32)
-            code = tl.where(x < 0, -code, code)
-        return code, code.to(tl.float32)
+            return tl.where(x < 0, -code, code)
+    elif bits is None and ARCH >= 89 and MANTISSA > 1:
+        return x.to(tl.float8e4nv if BIAS == 7 else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
+        size = tl.minimum(tl.abs(x), TOP)
         if bits is None:
             code = nearest_code(size, BIAS, MANTISSA)
         elif WORD == "nvfp4":
@@ -465,16 +491,15 @@ def rounded(x, bits, WORD: tl.constexpr):
             fraction = tl.div_rn(size - low, number(code + 1, BIAS, MANTISSA) - low)
             code += below(bits, fraction).to(tl.int32)
         SIGN: tl.constexpr = 3 if WORD == "nvfp4" else 7
-        code |= (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32) << SIGN
-        return code, number(code, BIAS, MANTISSA)
+        return code | ((x.to(tl.int32, bitcast=True) >> (31 - SIGN)) & (-1 << SIGN))
 
 
 @triton.jit
-def scale_of(largest, finite, TOP: tl.constexpr):
-    """The scale that brings ``largest`` to TOP: 0 for 0, NaN where not all is finite."""
+def scale_of(largest, TOP: tl.constexpr):
+    """The scale that brings ``largest`` to TOP: 0 for 0, NaN for what is not finite."""
     SHARE: tl.constexpr = (1 - 2.0**-22) / TOP
     scale = tl.where(largest > 0, tl.maximum(largest * SHARE, 2.0**-100), 0.0)
-    return tl.where(finite, scale, float("nan"))
+    return tl.where(largest < float("inf"), scale, float("nan"))
 
 
 @triton.jit
@@ -485,9 +510,12 @@ def reciprocal(scale):
 
 
 @triton.jit
-def in_units(x, scale, TOP: tl.constexpr):
-    """x in units of the scale, within ±TOP; 0 where the scale is 0 or NaN."""
-    return tl.where(scale > 0, tl.minimum(tl.maximum(x * reciprocal(scale), -TOP), TOP), 0.0)
+def both(a, b, ARCH: tl.constexpr):
+    """a & b (uint8), four at once; the compiler would take them one by one."""
+    if ARCH > 0:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        return a & b
 
 
 @triton.jit
@@ -498,81 +526,99 @@ def draw(random, rows, part, S: tl.constexpr):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two numbers; NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def largest_of(x):
-    """The largest finite magnitude in each row of x, and whether all of it is finite."""
-    finite = tl.abs(x) < float("inf")
-    axis: tl.constexpr = len(x.shape) - 1
-    return tl.max(tl.where(finite, tl.abs(x), 0.0), axis), tl.min(finite.to(tl.int32), axis) > 0
+    """The largest magnitude in each row of x; NaN if one is."""
+    return tl.reduce(tl.abs(x), len(x.shape) - 1, larger)
 
 
 @triton.jit
 def store_rows(state, scale, parts, random, rows, live, WORD: tl.constexpr, S: tl.constexpr):
     """Encode and store with a scale per row; return what it then holds, as float32."""
-    TOP: tl.constexpr = top(WORD)
     C: tl.constexpr = S.C
-    largest, sound = largest_of(parts[0])
+    largest = largest_of(parts[0])
     for part in tl.static_range(1, C):
-        size, finite = largest_of(parts[part])
-        largest, sound = tl.maximum(largest, size), sound & finite
-    scales = scale_of(largest, sound, TOP)
+        largest = larger(largest, largest_of(parts[part]))
+    scales = scale_of(largest, top(WORD))
     tl.store(scale + rows, scales, mask=live)
+    inverse = reciprocal(scales)[:, None]
+    keep = tl.where(scales > 0, 0xFF, 0).to(tl.uint8)[:, None]
     held = ()
     for part in tl.static_range(C):
         columns = fold_columns(part, S)
-        units = in_units(parts[part], scales[:, None], TOP)
-        codes, numbers = rounded(units, None if random is None else draw(random, rows, part, S), WORD)
+        bits = None if random is None else draw(random, rows, part, S)
+        codes = rounded(parts[part] * inverse, bits, WORD, S.arch).to(tl.uint8)
+        codes = both(codes, tl.broadcast_to(keep, codes.shape), S.arch)
         inside = live[:, None] & (columns < S.K)[None, :]
-        tl.store(state + rows[:, None] * S.K + columns[None, :], codes.to(tl.uint8), mask=inside)
-        held = held + (numbers * scales[:, None],)
+        tl.store(state + rows[:, None] * S.K + columns[None, :], codes, mask=inside)
+        held = held + (value_of(codes, WORD) * scales[:, None],)
     return held
 
 
 @triton.jit
-def encode_blocks(x, bits, whole, WORD: tl.constexpr):
-    """Codes of x [BP, BK], codes of its block scales [BP, BK/16] for the head scale ``whole``, and what they hold."""
+def encode_blocks(x, bits, whole, WORD: tl.constexpr, S: tl.constexpr):
+    """Codes of x [BP, BK], their block scales [BP, BK/16] for the head scale ``whole``, and the codes of these.
+
+    Codes have other bits above their four, and are to be 0 where the scale is 0 or NaN.
+    """
     TOP: tl.constexpr = top(WORD)
     BP: tl.constexpr = x.shape[0]
     BK: tl.constexpr = x.shape[1]
-    largest, sound = largest_of(tl.reshape(x, [BP, BK // 16, 16]))
+    largest = largest_of(tl.reshape(x, [BP, BK // 16, 16]))
     ratio = largest * (reciprocal(whole) * (1 / TOP))
     block = nearest_code(tl.minimum(ratio, 448.0), 7, 3)
     if bits is not None:
         # A scale that saturates its block would be a bias.
         block = tl.where(number(block, 7, 3) < ratio, tl.minimum(block + 1, 0x7E), block)
-    scales = spread(tl.where(sound, number(block, 7, 3), float("nan")) * whole, BK)
-    codes, numbers = rounded(in_units(x, scales, TOP), bits, WORD)
-    return codes & 15, tl.where(sound, block, 0x7F).to(tl.uint8), numbers * scales
+    sound = largest < float("inf")
+    scales = tl.where(sound, number(block, 7, 3), float("nan")) * whole
+    codes = rounded(x * spread(reciprocal(scales), BK), bits, WORD, S.arch)
+    return codes, scales, tl.where(sound, block, 0x7F).to(tl.uint8)
 
 
 @triton.jit
-def store_blocks(state, scale, head_scale, parts, random, head, rows, live, WORD: tl.constexpr, S: tl.constexpr):
-    """Encode and store all of a head with a scale per 16 elements; return what it then holds, as float32."""
-    C: tl.constexpr = S.C
+def largest_finite(parts):
+    """The largest finite magnitude of all parts."""
+    largest = 0.0
+    for part in tl.static_range(len(parts)):
+        size = tl.abs(parts[part])
+        most = tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
+        largest = tl.maximum(largest, most)
+    return largest
+
+
+@triton.jit
+def store_blocks(state, scale, whole, parts, random, rows, live, WORD: tl.constexpr, S: tl.constexpr):
+    """Encode and store rows of a head with a scale per 16 elements; return what they then hold, as float32.
+
+    ``whole`` is the head's scale, which comes from all of its rows.
+    """
     BK: tl.constexpr = S.BK
     EACH: tl.constexpr = S.C // 2
     ROW: tl.constexpr = plane(WORD, S.K)
-    TOP: tl.constexpr = top(WORD) * 448.0
-    largest = tl.max(largest_of(parts[0])[0], 0)
-    for part in tl.static_range(1, C):
-        largest = tl.maximum(largest, tl.max(largest_of(parts[part])[0], 0))
-    whole = scale_of(largest, True, TOP)
-    tl.store(head_scale + head, whole)
     held, behind = (), ()
     for part in tl.static_range(EACH):
         bits = None if random is None else draw(random, rows, part, S)
-        low, low_block, low_held = encode_blocks(parts[part], bits, whole, WORD)
+        low, low_scale, low_block = encode_blocks(parts[part], bits, whole, WORD, S)
         bits = None if random is None else draw(random, rows, part + EACH, S)
-        high, high_block, high_held = encode_blocks(parts[part + EACH], bits, whole, WORD)
+        high, high_scale, high_block = encode_blocks(parts[part + EACH], bits, whole, WORD, S)
+        keep = tl.where(low_scale > 0, 0x0F, 0) | tl.where(high_scale > 0, 0xF0, 0)
+        codes = both(((low & 15) | (high << 4)).to(tl.uint8), spread(keep.to(tl.uint8), BK), S.arch)
         byte = part * BK + tl.arange(0, BK)
         inside = live[:, None] & (byte < ROW)[None, :]
-        tl.store(state + rows[:, None] * ROW + byte[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
+        tl.store(state + rows[:, None] * ROW + byte[None, :], codes, mask=inside)
         block = part * (BK // 16) + tl.arange(0, BK // 16)
         inside = live[:, None] & (block < ROW // 16)[None, :]
         at = scale + rows[:, None] * (ROW // 8) + block[None, :]
         tl.store(at, low_block, mask=inside)
         tl.store(at + ROW // 16, high_block, mask=inside)
-        held = held + (low_held,)
-        behind = behind + (high_held,)
+        held = held + (value_of(codes & 15, WORD) * spread(low_scale, BK),)
+        behind = behind + (value_of(codes >> 4, WORD) * spread(high_scale, BK),)
     return held + behind
 
 
@@ -584,7 +630,9 @@ def store_state(state, scale, head_scale, parts, random, head, rows, live, WORD:
     """
     C: tl.constexpr = S.C
     if planes(WORD) == 2:
-        return store_blocks(state, scale, head_scale, parts, random, head, rows, live, WORD, S)
+        whole = scale_of(largest_finite(parts), head_top(WORD))
+        tl.store(head_scale + head, whole)
+        return store_blocks(state, scale, whole, parts, random, rows, live, WORD, S)
     elif not is_plain(WORD):
         return store_rows(state, scale, parts, random, rows, live, WORD, S)
     else:

@@ -176,14 +176,12 @@ def tokens_at_once(layout: Layout) -> int:
 def least_rows(kernel: str, layout: Layout) -> int:
     """Rows that a tile must have: 1 where any power of two of at least 16 does.
 
-    The scale of a head's four-bit state comes from all of its elements, that of an entry of "fp16_scaled" from all of
-    head_dim.
+    The scale of a head's four-bit checkpoint comes from all of its elements, that of an entry of "fp16_scaled" from all
+    of head_dim.
     """
-    policy, rows = layout.precision, 1
-    fold = kernel == "fold"
-    read = (policy.read_format or policy.checkpoint_format).name
-    four = formats.planes(read) == 2 or (fold and formats.planes(policy.checkpoint_format.name) == 2)
-    if four if fold else "written_scale" in layout.tensors:
+    rows = 1
+    four = formats.planes(layout.precision.checkpoint_format.name) == 2
+    if four if kernel == "fold" else "written_scale" in layout.tensors:
         rows = max(16, triton.next_power_of_2(layout.head_dim))
     return int(rows)
 
@@ -213,8 +211,7 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
                 rows * more, min(32, columns), min(16, max(1, rows * more * columns // 2048)), programs=4, registers=128
             )
         if formats.is_plain(layout.precision.checkpoint_format.name):
-            rows = max(16, least)
-            return Tile(rows, columns, max(1, rows // 16), programs=8 if least == 1 else 1)
+            return Tile(16, columns, 1, programs=8)
         rows = max(16, rows // 2, least)
         return Tile(rows, columns, min(16, max(1, rows // 8)), programs=4)
     if layout.max_draft > 1:
