@@ -16,7 +16,7 @@ import triton.language as tl
 
 from replayssm.backends.triton.formats import row_scales, store_written
 from replayssm.backends.triton.gates import channel_gates, fall, gate_inputs, head_gates, load_or, unit_scales
-from replayssm.backends.triton.reading import probes_of, scores_of, sums_of_state
+from replayssm.backends.triton.reading import factors_of, probes_of, scores_of, sums_of_entries, sums_of_state
 from replayssm.backends.triton.step import BAD_SLOT, admit, clear, report
 
 
@@ -63,17 +63,6 @@ def decay_of_heads(decay, heads, e, known, S: tl.constexpr):
 def rows_of(x, S: tl.constexpr):
     """A number for each head [N] as one for each row of a tile [BP]."""
     return tl.reshape(tl.broadcast_to(x[:, None], [S.N, S.BP // S.N]), [S.BP])
-
-
-@triton.jit
-def eights_of(x, S: tl.constexpr):
-    """[N, BE] as BE/8 arrays [N, 8, 1]: of the entries eight are summed across threads, the rest in registers."""
-    EIGHTS: tl.constexpr = S.BE // 8
-    cut = tl.reshape(x, [S.N, EIGHTS, 8])
-    eights = ()
-    for i in tl.static_range(EIGHTS):
-        eights = eights + (tl.sum(tl.where(tl.arange(0, EIGHTS)[None, :, None] == i, cut, 0.0), 1)[:, :, None],)
-    return eights
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "bound", "slots", "each"])
@@ -161,7 +150,8 @@ def decode_kernel(
         reach *= tl.load(weight + entry, mask=old[None, :] & every[:, None], other=0.0)
     else:
         reach *= load_or(scales, entry, old[None, :] & every[:, None], 1.0)
-    reach_q, reach_k = eights_of(reach * score_q[None, :], S), eights_of(reach * score_k[None, :], S)
+    values = value if written is None else written
+    factors = factors_of(reach * score_q[None, :], reach * score_k[None, :], values.dtype.element_ty, S)
     probes, back_q, back_k = probes_of(far_q, far_k, S)
     far = tl.exp(total + g)
     far_q, far_k = rows_of(far * (q_scale * back_q), S), rows_of(far * (k_scale * back_k), S)
@@ -177,31 +167,23 @@ def decode_kernel(
 
     r = tl.arange(0, S.BP)
     head = shared + r // DEEP
-    few = tl.arange(0, 8)
-    spot = tl.arange(0, N)[:, None, None] * (W * S.P) + few[None, :, None] * S.P + shared * W * S.P
     begin = chunk * each
     end = tl.minimum(begin + each, blocks)
     for block in tl.range(begin, tl.where(live, end, begin), num_stages=S.stages):
         p = block * DEEP + r % DEEP
         inside = p < S.P
         rows_inside = None if S.P % DEEP == 0 else inside
-        across = block * DEEP + tl.arange(0, DEEP)
-        past_q, past_k = tl.full([N, 8, DEEP], 0.0, tl.float32), tl.full([N, 8, DEEP], 0.0, tl.float32)
-        for i in tl.static_range(S.BE // 8):
-            there = (few + i * 8 < known)[None, :, None] & (across < S.P)[None, None, :]
-            at = spot + across[None, None, :] + i * 8 * S.P
-            u = tl.load((value if written is None else written) + at, mask=there, other=0.0).to(tl.float32)
-            if lower is not None:
-                u += tl.load(lower + at, mask=there, other=0.0).to(tl.float32)
-            past_q += u * reach_q[i]
-            past_k += u * reach_k[i]
+        past_q, past_k = sums_of_entries(values + shared * W * S.P, block, known, factors, S)
+        if lower is not None:
+            more_q, more_k = sums_of_entries(lower + shared * W * S.P, block, known, factors, S)
+            past_q, past_k = past_q + more_q, past_k + more_k
         v = tl.load(inputs.v + token * token_strides.v + head * S.P + p, mask=inside, other=0.0)
         by_row = row_scales(layer, strides, where, head, head * S.P + p, inside, S)
         sums_q, sums_k = sums_of_state(layer, strides, where, head * S.P + p, rows_inside, probes, S)
-        result = sums_q * (far_q * by_row) + tl.reshape(tl.sum(past_q, 1), [S.BP])
+        result = sums_q * (far_q * by_row) + past_q
         u = v.to(tl.float32)
         if S.update == "delta":
-            u -= sums_k * (far_k * by_row) + tl.reshape(tl.sum(past_k, 1), [S.BP])
+            u -= sums_k * (far_k * by_row) + past_k
         u *= beta_of_row
         result += own * u
         tl.store(out + token * S.H * S.P + head * S.P + p, result.to(out.dtype.element_ty), mask=inside)

@@ -7,7 +7,7 @@ more than the products spare.
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -135,3 +135,77 @@ def sums_of_state(layer, strides, where, rows, live, probes, S: tl.constexpr):
             for plane in tl.static_range(PLANES):
                 sums = tl.dot(state_order(found[plane], S), probes[part + plane * PARTS], sums)
         return columns_summed(sums, TERMS)
+
+
+@triton.jit
+def factors_of(reach_q, reach_k, VALUES: tl.constexpr, S: tl.constexpr):
+    """What an entry's value counts for in the outputs of q and of k, for N heads each [N, BE], as ``sums_of_entries``
+    wants it for values of type VALUES: a product's columns, or eight entries at once.
+    """
+    N: tl.constexpr = S.N
+    if tl.float32 == VALUES:
+        EIGHTS: tl.constexpr = S.BE // 8
+        both = ()
+        for i in tl.static_range(EIGHTS):
+            here = tl.arange(0, EIGHTS)[None, :, None] == i
+            of_q = tl.sum(tl.where(here, tl.reshape(reach_q, [N, EIGHTS, 8]), 0.0), 1)
+            of_k = tl.sum(tl.where(here, tl.reshape(reach_k, [N, EIGHTS, 8]), 0.0), 1)
+            both = both + ((of_q[:, :, None], of_k[:, :, None]),)
+        return both
+    else:
+        # Three terms for each head, those for k behind.
+        COLUMNS: tl.constexpr = columns_for(S.update, N)
+        n = tl.arange(0, COLUMNS)[:, None]
+        at = tl.broadcast_to(n // 3 % N, [COLUMNS, S.BE])
+        found = tl.gather(reach_q, at, 0)
+        if S.update == "delta":
+            found = tl.where(n < 3 * N, found, tl.gather(reach_k, at, 0))
+        if S.dot == "interpret":
+            return tl.trans(tl.where(n % 3 == 0, found, 0.0))
+        else:
+            terms = cut(found, S)
+            return tl.trans(tl.where(n % 3 == 0, terms[0], tl.where(n % 3 == 1, terms[1], terms[2])))
+
+
+@triton.constexpr_function
+def columns_for(update, heads):
+    """Columns of ``factors_of``: a power of two of at least eight."""
+    columns = 8
+    while columns < (6 if update == "delta" else 3) * heads:
+        columns *= 2
+    return columns
+
+
+@triton.jit
+def sums_of_entries(values, block, known, factors, S: tl.constexpr):
+    """What the entries add to the outputs of q and of k, for the rows [BP] of a block: [BP] each.
+
+    ``values`` points to those of the N heads; a row is one of BP / N of each of them.
+    """
+    N: tl.constexpr = S.N
+    DEEP: tl.constexpr = S.BP // S.N
+    p = block * DEEP + tl.arange(0, DEEP)
+    if values.dtype.element_ty == tl.float32:
+        # Of the entries eight are summed across threads, the rest in registers.
+        few = tl.arange(0, 8)
+        spot = tl.arange(0, N)[:, None, None] * (S.W * S.P) + few[None, :, None] * S.P + p[None, None, :]
+        sums_q, sums_k = tl.full([N, 8, DEEP], 0.0, tl.float32), tl.full([N, 8, DEEP], 0.0, tl.float32)
+        for i in tl.static_range(S.BE // 8):
+            there = (few + i * 8 < known)[None, :, None] & (p < S.P)[None, None, :]
+            u = tl.load(values + spot + i * 8 * S.P, mask=there, other=0.0)
+            sums_q += u * factors[i][0]
+            sums_k += u * factors[i][1]
+        return tl.reshape(tl.sum(sums_q, 1), [S.BP]), tl.reshape(tl.sum(sums_k, 1), [S.BP])
+    else:
+        r = tl.arange(0, S.BP)
+        e = tl.arange(0, S.BE)[:, None]
+        p = block * DEEP + r % DEEP
+        at = e * S.P + (r // DEEP * (S.W * S.P) + p)[None, :]
+        terms = cut(tl.load(values + at, mask=(e < known) & (p < S.P)[None, :], other=0.0), S)
+        sums = tl.full([S.BP, factors.shape[1]], 0.0, tl.float32)
+        for term in tl.static_range(len(terms)):
+            sums = tl.dot(tl.trans(terms[term]), factors, sums)
+        n = tl.arange(0, factors.shape[1])[None, :]
+        own = n // 3 % N == (r // DEEP)[:, None]
+        of_q = tl.sum(tl.where(own & (n < 3 * N), sums, 0.0), 1)
+        return of_q, tl.sum(tl.where(own & (n >= 3 * N) & (n < 6 * N), sums, 0.0), 1)
