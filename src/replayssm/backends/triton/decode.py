@@ -16,7 +16,15 @@ import triton.language as tl
 
 from replayssm.backends.triton.formats import row_scales, store_written
 from replayssm.backends.triton.gates import channel_gates, fall, gate_inputs, head_gates, load_or, unit_scales
-from replayssm.backends.triton.reading import factors_of, probes_of, scores_of, sums_of_entries, sums_of_state
+from replayssm.backends.triton.reading import (
+    factors_of,
+    fetch_entries,
+    fetch_tile,
+    probes_of,
+    scores_of,
+    sums_of_entries,
+    sums_of_state,
+)
 from replayssm.backends.triton.step import BAD_SLOT, admit, clear, report
 
 
@@ -65,6 +73,23 @@ def rows_of(x, S: tl.constexpr):
     return tl.reshape(tl.broadcast_to(x[:, None], [S.N, S.BP // S.N]), [S.BP])
 
 
+@triton.jit
+def fetch(layer, strides, where, v, values, lower, shared, block, known, S: tl.constexpr):
+    """What a block needs from memory, loaded: its rows of the state, the new token's values, scales and the entries'
+    values. All at once, so that one is not waited for before the other is asked for.
+    """
+    DEEP: tl.constexpr = S.BP // S.N
+    r = tl.arange(0, S.BP)
+    head, p = shared + r // DEEP, block * DEEP + r % DEEP
+    inside = p < S.P
+    tile = fetch_tile(layer, strides, where, head * S.P + p, None if S.P % DEEP == 0 else inside, S)
+    entries = fetch_entries(
+        values + shared * S.W * S.P, None if lower is None else lower + shared * S.W * S.P, block, known, S
+    )
+    now = tl.load(v + head * S.P + p, mask=inside, other=0.0)
+    return tile, now, row_scales(layer, strides, where, head, head * S.P + p, inside, S), entries
+
+
 @triton.jit(do_not_specialize=["rows", "tokens", "bound", "slots", "each"])
 def decode_kernel(
     layer,
@@ -103,9 +128,18 @@ def decode_kernel(
 
     slot, start, count, length, code = admit(batch, row, slots, bound, W, T)
     live = (slot >= 0) & (slot < slots) & (code == 0) & (count > 0)
-    where = slot.to(tl.int64)
+    where = tl.where(live, slot, 0).to(tl.int64)
     token = start.to(tl.int64)
     known = tl.where(live, length, 0)
+    value = layer.value + where * strides.value
+    written = None if layer.written is None else layer.written + where * strides.written
+    lower = None if layer.written_low is None else layer.written_low + where * strides.written_low
+    values = value if written is None else written
+    from_v = inputs.v + token * token_strides.v
+    r = tl.arange(0, S.BP)
+    head = shared + r // DEEP
+    begin = chunk * each
+    end = tl.minimum(begin + each, blocks)
     columns = tl.arange(0, KP)
     wide = columns < K
     at_q, at_k = inputs.q + token * token_strides.q + group * K, inputs.k + token * token_strides.k + group * K
@@ -120,9 +154,6 @@ def decode_kernel(
     every = heads >= 0
     decay = None if layer.decay is None else layer.decay + where * strides.decay
     weight = layer.weight + where * strides.weight
-    value = layer.value + where * strides.value
-    written = None if layer.written is None else layer.written + where * strides.written
-    lower = None if layer.written_low is None else layer.written_low + where * strides.written_low
     scales = None if layer.written_scale is None else layer.written_scale + where * strides.written_scale
     since, total = decay_of_heads(decay, heads, e, known, S)
     raw = gate_inputs(inputs, token_strides, token, live & every, heads)
@@ -150,7 +181,6 @@ def decode_kernel(
         reach *= tl.load(weight + entry, mask=old[None, :] & every[:, None], other=0.0)
     else:
         reach *= load_or(scales, entry, old[None, :] & every[:, None], 1.0)
-    values = value if written is None else written
     factors = factors_of(reach * score_q[None, :], reach * score_k[None, :], values.dtype.element_ty, S)
     probes, back_q, back_k = probes_of(far_q, far_k, S)
     far = tl.exp(total + g)
@@ -165,21 +195,12 @@ def decode_kernel(
     if first_of_chunk & (shared == 0):
         tl.store(batch.drafts + slot, count)
 
-    r = tl.arange(0, S.BP)
-    head = shared + r // DEEP
-    begin = chunk * each
-    end = tl.minimum(begin + each, blocks)
     for block in tl.range(begin, tl.where(live, end, begin), num_stages=S.stages):
+        tile, v, by_row, entries = fetch(layer, strides, where, from_v, values, lower, shared, block, known, S)
         p = block * DEEP + r % DEEP
         inside = p < S.P
-        rows_inside = None if S.P % DEEP == 0 else inside
-        past_q, past_k = sums_of_entries(values + shared * W * S.P, block, known, factors, S)
-        if lower is not None:
-            more_q, more_k = sums_of_entries(lower + shared * W * S.P, block, known, factors, S)
-            past_q, past_k = past_q + more_q, past_k + more_k
-        v = tl.load(inputs.v + token * token_strides.v + head * S.P + p, mask=inside, other=0.0)
-        by_row = row_scales(layer, strides, where, head, head * S.P + p, inside, S)
-        sums_q, sums_k = sums_of_state(layer, strides, where, head * S.P + p, rows_inside, probes, S)
+        past_q, past_k = sums_of_entries(entries, factors, S)
+        sums_q, sums_k = sums_of_state(tile, probes, S)
         result = sums_q * (far_q * by_row) + past_q
         u = v.to(tl.float32)
         if S.update == "delta":

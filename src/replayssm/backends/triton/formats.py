@@ -273,8 +273,8 @@ def levels(codes, WORD: tl.constexpr, ARCH: tl.constexpr):
 
 
 @triton.jit
-def load_levels(pointer, rows, live, columns, WORD: tl.constexpr, S: tl.constexpr):
-    """Elements of the rows [BP] of a state: a tuple of [BP, N], one a plane, for N ``columns`` of each plane.
+def load_codes(pointer, rows, live, columns, WORD: tl.constexpr, S: tl.constexpr):
+    """Elements of the rows [BP] of a state as they are stored: [BP, N], for N ``columns`` of each plane.
 
     ``live`` is None where all rows are there: an element that a mask could leave out costs an instruction more.
     """
@@ -282,37 +282,56 @@ def load_levels(pointer, rows, live, columns, WORD: tl.constexpr, S: tl.constexp
     N: tl.constexpr = columns.shape[0]
     at = pointer + rows[:, None] * ROW + columns[None, :]
     if live is None and ROW // N * N == ROW:
-        codes = tl.load(at)
+        return tl.load(at)
     elif live is None:
-        codes = tl.load(at, mask=(rows >= 0)[:, None] & (columns < ROW)[None, :], other=0)
+        return tl.load(at, mask=(rows >= 0)[:, None] & (columns < ROW)[None, :], other=0)
     else:
-        codes = tl.load(at, mask=live[:, None] & (columns < ROW)[None, :], other=0)
-    return levels(codes, WORD, S.arch)
+        return tl.load(at, mask=live[:, None] & (columns < ROW)[None, :], other=0)
 
 
 @triton.jit
-def load_blocks(pointer, rows, live, at, N: tl.constexpr, WORD: tl.constexpr, S: tl.constexpr):
-    """Block scales as float16, one for each of N elements, from ``at`` on in each plane: a tuple of two [BP, N].
+def load_levels(pointer, rows, live, columns, WORD: tl.constexpr, S: tl.constexpr):
+    """As ``load_codes``, as numbers: a tuple of [BP, N], one a plane."""
+    return levels(load_codes(pointer, rows, live, columns, WORD, S), WORD, S.arch)
+
+
+@triton.jit
+def load_block_codes(pointer, rows, live, at, N: tl.constexpr, WORD: tl.constexpr, S: tl.constexpr):
+    """Codes of the block scales of N elements of each plane, from ``at`` on: a tuple of two, of bytes [BP, N/16].
 
     Four at once as a word where they come so: loads of fewer than four bytes are waited for in a loop.
     """
     ROW: tl.constexpr = plane(WORD, S.K) // 16
-    BP: tl.constexpr = rows.shape[0]
     base = pointer + rows[:, None] * (2 * ROW) + at // 16
     live = rows >= 0 if live is None else live
-    scales = ()
+    found = ()
     for part in tl.static_range(2):
         if (N % 64 == 0) and (ROW % 4 == 0):
             word = tl.arange(0, N // 64)[None, :]
             there = live[:, None] & (at // 64 + word < ROW // 4)
-            four = tl.load((base + part * ROW).to(tl.pointer_type(tl.int32)) + word, mask=there, other=0)
-            codes = (four[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.uint8)
-            codes = tl.reshape(codes, [BP, N // 16])
+            codes = tl.load((base + part * ROW).to(tl.pointer_type(tl.int32)) + word, mask=there, other=0)
         else:
             block = tl.arange(0, N // 16)[None, :]
             codes = tl.load(base + part * ROW + block, mask=live[:, None] & (at // 16 + block < ROW), other=0)
-        scales = scales + (spread(e4m3(codes, S.arch), N),)
-    return scales
+        found = found + (codes,)
+    return found
+
+
+@triton.jit
+def block_scales(codes, N: tl.constexpr, S: tl.constexpr):
+    """What ``load_block_codes`` found of a plane as float16, one for each of its elements: [BP, N]."""
+    BP: tl.constexpr = codes.shape[0]
+    if codes.dtype == tl.int32:
+        codes = (codes[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.uint8)
+        codes = tl.reshape(codes, [BP, N // 16])
+    return spread(e4m3(codes, S.arch), N)
+
+
+@triton.jit
+def load_blocks(pointer, rows, live, at, N: tl.constexpr, WORD: tl.constexpr, S: tl.constexpr):
+    """Block scales as float16, one for each of N elements, from ``at`` on in each plane: a tuple of two [BP, N]."""
+    codes = load_block_codes(pointer, rows, live, at, N, WORD, S)
+    return block_scales(codes[0], N, S), block_scales(codes[1], N, S)
 
 
 @triton.jit
@@ -323,22 +342,40 @@ def spread(blocks, N: tl.constexpr):
 
 
 @triton.jit
-def read_state(layer, strides, where, rows, live, part, N: tl.constexpr, S: tl.constexpr):
-    """What a step reads of the rows [BP] of the state in the slot ``where``: a tuple of tiles [BP, N], one a plane.
+def fetch_state(layer, strides, where, rows, live, part, N: tl.constexpr, S: tl.constexpr):
+    """What a step reads of the rows [BP] of the state in the slot ``where``, as it is stored; see ``fetched_state``."""
+    WORD: tl.constexpr = S.read
+    columns = part * N + tl.arange(0, N)
+    codes = load_codes(layer.state + where * strides.state, rows, live, columns, WORD, S)
+    if planes(WORD) == 1:
+        return (codes,)
+    else:
+        blocks = load_block_codes(layer.scale + where * strides.scale, rows, live, part * N, N, WORD, S)
+        return codes, blocks[0], blocks[1]
+
+
+@triton.jit
+def fetched_state(fetched, N: tl.constexpr, S: tl.constexpr):
+    """What ``fetch_state`` loaded: a tuple of tiles [BP, N], one a plane.
 
     The tile of plane n has the columns from ``part * N`` on in it: with N = BK ``columns_of`` piece
     ``part + n * S.C // planes(S.read)``. Plain formats come as they are stored; others as float16, exactly, and a sum
     over a row's elements is to be multiplied by ``row_scales``.
     """
     WORD: tl.constexpr = S.read
-    columns = part * N + tl.arange(0, N)
-    found = load_levels(layer.state + where * strides.state, rows, live, columns, WORD, S)
+    found = levels(fetched[0], WORD, S.arch)
     if planes(WORD) == 1:
         return found
     else:
-        scales = load_blocks(layer.scale + where * strides.scale, rows, live, part * N, N, WORD, S)
         UNIT: tl.constexpr = block_unit(WORD, S.arch)
-        return times(found[0], scales[0] * UNIT, S.arch), times(found[1], scales[1] * UNIT, S.arch)
+        low, high = block_scales(fetched[1], N, S) * UNIT, block_scales(fetched[2], N, S) * UNIT
+        return times(found[0], low, S.arch), times(found[1], high, S.arch)
+
+
+@triton.jit
+def read_state(layer, strides, where, rows, live, part, N: tl.constexpr, S: tl.constexpr):
+    """``fetched_state`` of what is fetched at once."""
+    return fetched_state(fetch_state(layer, strides, where, rows, live, part, N, S), N, S)
 
 
 @triton.jit

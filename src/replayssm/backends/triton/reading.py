@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.formats import columns_of, element_bytes, planes, read_state
+from replayssm.backends.triton.formats import columns_of, element_bytes, fetch_state, fetched_state, planes
 from replayssm.backends.triton.tile import cut, ordered, product
 
 
@@ -116,22 +116,32 @@ def probes_of(q, k, S: tl.constexpr):
 
 
 @triton.jit
-def sums_of_state(layer, strides, where, rows, live, probes, S: tl.constexpr):
-    """Sums over the rows [BP] of the state in the slot ``where``, with q and with k: [BP] each. See ``read_state``."""
+def fetch_tile(layer, strides, where, rows, live, S: tl.constexpr):
+    """The rows [BP] of the state in the slot ``where`` as they are stored, one tuple for each part of the columns."""
+    PARTS: tl.constexpr = S.C // planes(S.read)
+    found = ()
+    for part in tl.static_range(PARTS):
+        found = found + (fetch_state(layer, strides, where, rows, live, part, S.BK, S),)
+    return found
+
+
+@triton.jit
+def sums_of_state(fetched, probes, S: tl.constexpr):
+    """Sums over the rows [BP] of a fetched tile with q and with k: [BP] each. See ``formats.fetched_state``."""
     PLANES: tl.constexpr = planes(S.read)
     TERMS: tl.constexpr = probe_terms(S.read)
     PARTS: tl.constexpr = S.C // PLANES
     if TERMS == 0:
         sums_q, sums_k = tl.full([S.BP, S.BK], 0.0, tl.float32), tl.full([S.BP, S.BK], 0.0, tl.float32)
         for part in tl.static_range(PARTS):
-            s = read_state(layer, strides, where, rows, live, part, S.BK, S)[0]
+            s = fetched_state(fetched[part], S.BK, S)[0]
             sums_q += s * probes[part][0]
             sums_k += s * probes[part][1]
         return tl.sum(sums_q, 1), tl.sum(sums_k, 1)
     else:
         sums = tl.full([S.BP, 8], 0.0, tl.float32)
         for part in tl.static_range(PARTS):
-            found = read_state(layer, strides, where, rows, live, part, S.BK, S)
+            found = fetched_state(fetched[part], S.BK, S)
             for plane in tl.static_range(PLANES):
                 sums = tl.dot(state_order(found[plane], S), probes[part + plane * PARTS], sums)
         return columns_summed(sums, TERMS)
@@ -177,35 +187,54 @@ def columns_for(update, heads):
 
 
 @triton.jit
-def sums_of_entries(values, block, known, factors, S: tl.constexpr):
-    """What the entries add to the outputs of q and of k, for the rows [BP] of a block: [BP] each.
+def fetch_entries(values, lower, block, known, S: tl.constexpr):
+    """The entries' values for the rows of a block: a tuple of tiles, [BE, BP] or eight entries each [N, 8, BP / N].
 
-    ``values`` points to those of the N heads; a row is one of BP / N of each of them.
+    ``values`` points to those of the N heads, ``lower`` to what is to be added to them or is None; a row is one of
+    BP / N of each head.
     """
     N: tl.constexpr = S.N
     DEEP: tl.constexpr = S.BP // S.N
-    p = block * DEEP + tl.arange(0, DEEP)
     if values.dtype.element_ty == tl.float32:
-        # Of the entries eight are summed across threads, the rest in registers.
+        p = block * DEEP + tl.arange(0, DEEP)
         few = tl.arange(0, 8)
         spot = tl.arange(0, N)[:, None, None] * (S.W * S.P) + few[None, :, None] * S.P + p[None, None, :]
-        sums_q, sums_k = tl.full([N, 8, DEEP], 0.0, tl.float32), tl.full([N, 8, DEEP], 0.0, tl.float32)
+        found = ()
         for i in tl.static_range(S.BE // 8):
             there = (few + i * 8 < known)[None, :, None] & (p < S.P)[None, None, :]
-            u = tl.load(values + spot + i * 8 * S.P, mask=there, other=0.0)
-            sums_q += u * factors[i][0]
-            sums_k += u * factors[i][1]
-        return tl.reshape(tl.sum(sums_q, 1), [S.BP]), tl.reshape(tl.sum(sums_k, 1), [S.BP])
+            found = found + (tl.load(values + spot + i * 8 * S.P, mask=there, other=0.0),)
+        return found
     else:
         r = tl.arange(0, S.BP)
         e = tl.arange(0, S.BE)[:, None]
         p = block * DEEP + r % DEEP
         at = e * S.P + (r // DEEP * (S.W * S.P) + p)[None, :]
-        terms = cut(tl.load(values + at, mask=(e < known) & (p < S.P)[None, :], other=0.0), S)
+        there = (e < known) & (p < S.P)[None, :]
+        found = (tl.load(values + at, mask=there, other=0.0),)
+        if lower is not None:
+            found = found + (tl.load(lower + at, mask=there, other=0.0),)
+        return found
+
+
+@triton.jit
+def sums_of_entries(fetched, factors, S: tl.constexpr):
+    """What fetched entries add to the outputs of q and of k: [BP] each."""
+    N: tl.constexpr = S.N
+    DEEP: tl.constexpr = S.BP // S.N
+    if fetched[0].dtype == tl.float32:
+        # Of the entries eight are summed across threads, the rest in registers.
+        sums_q, sums_k = tl.full([N, 8, DEEP], 0.0, tl.float32), tl.full([N, 8, DEEP], 0.0, tl.float32)
+        for i in tl.static_range(S.BE // 8):
+            sums_q += fetched[i] * factors[i][0]
+            sums_k += fetched[i] * factors[i][1]
+        return tl.reshape(tl.sum(sums_q, 1), [S.BP]), tl.reshape(tl.sum(sums_k, 1), [S.BP])
+    else:
         sums = tl.full([S.BP, factors.shape[1]], 0.0, tl.float32)
-        for term in tl.static_range(len(terms)):
-            sums = tl.dot(tl.trans(terms[term]), factors, sums)
+        for part in tl.static_range(len(fetched)):
+            terms = cut(fetched[part], S)
+            for term in tl.static_range(len(terms)):
+                sums = tl.dot(tl.trans(terms[term]), factors, sums)
         n = tl.arange(0, factors.shape[1])[None, :]
-        own = n // 3 % N == (r // DEEP)[:, None]
+        own = n // 3 % N == (tl.arange(0, S.BP) // DEEP)[:, None]
         of_q = tl.sum(tl.where(own & (n < 3 * N), sums, 0.0), 1)
         return of_q, tl.sum(tl.where(own & (n >= 3 * N) & (n < 6 * N), sums, 0.0), 1)
