@@ -140,7 +140,8 @@ def decode_kernel(
     head = shared + r // DEEP
     begin = chunk * each
     end = tl.minimum(begin + each, blocks)
-    columns = tl.arange(0, KP)
+    # In fours, as the compiler sees it: sums over entries stay within a thread.
+    columns = tl.arange(0, KP) // 4 * 4 + tl.arange(0, KP) % 4
     wide = columns < K
     at_q, at_k = inputs.q + token * token_strides.q + group * K, inputs.k + token * token_strides.k + group * K
     raw_q = tl.load(at_q + columns, mask=wide & live, other=0.0)
