@@ -13,29 +13,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.formats import columns_of
-from replayssm.backends.triton.gates import channel_gates, fall
+from replayssm.backends.triton.formats import columns_of, plane, planes
+from replayssm.backends.triton.gates import fall, gates, load_or
 from replayssm.backends.triton.tile import (
-    cut,
-    pairs_by_channel,
+    halved,
+    parts_of,
+    piled,
     product,
     product_of_terms,
-    stacked,
     state_terms,
     sums_of,
+    totals,
     turned,
 )
 
 
 @triton.jit
 def blocks_of(x):
-    """[R, BE] as BE/16 arrays [R, 16]: entries are taken sixteen at once, as many as there are."""
-    R: tl.constexpr = x.shape[0]
-    COUNT: tl.constexpr = x.shape[1] // 16
-    apart = tl.reshape(x, [R, COUNT, 16])
+    """[BE, N] as arrays [16, N]: entries are taken sixteen at once, as many as there are."""
+    N: tl.constexpr = x.shape[1]
+    COUNT: tl.constexpr = x.shape[0] // 16
+    apart = tl.reshape(x, [COUNT, 16, N])
     blocks = ()
     for n in tl.static_range(COUNT):
-        blocks = blocks + (tl.sum(tl.where(tl.arange(0, COUNT)[None, :, None] == n, apart, 0.0), 1),)
+        blocks = blocks + (tl.sum(tl.where(tl.arange(0, COUNT)[:, None, None] == n, apart, 0.0), 0),)
     return blocks
 
 
@@ -57,7 +58,7 @@ def probes_of_group(inputs, strides, group, key, to, readers, known, KEYS_READ: 
     """Where a head has one decay: a tuple of
 
     the C pieces of x as terms of a product with the state, scores with the tokens' keys [M, J], with the entries' keys
-    (blocks [M, 16]), squared lengths of what reads [M] and of the keys [J]. The keys are appended (``to``).
+    (blocks [16, M]), squared lengths of what reads [M] and of the keys [J]. The keys are appended (``to``).
     """
     M: tl.constexpr = readers[0].shape[0]
     J: tl.constexpr = readers[2].shape[0]
@@ -75,14 +76,14 @@ def probes_of_group(inputs, strides, group, key, to, readers, known, KEYS_READ: 
         every_q, every_k, every_old = every_q + (q,), every_k + (k,), every_old + (old,)
     squares_q, squares_k = tl.full([M], 0.0, tl.float32), tl.full([J], 0.0, tl.float32)
     scores = tl.full([M, J], 0.0, tl.float32)
-    old_scores = tl.full([M, S.BE], 0.0, tl.float32)
+    old_scores = tl.full([S.BE, M], 0.0, tl.float32)
     probes = ()
     for piece in tl.static_range(C):
         q, k = every_q[piece], every_k[piece]
         squares_q += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
         squares_k += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
         scores += product(q, tl.trans(k), S)
-        old_scores += product(q, tl.trans(every_old[piece]), S)
+        old_scores += product(every_old[piece], tl.trans(q), S)
         probes = probes + (turned(state_terms(q, ACT, ACT, S)),)
     return probes, scores, blocks_of(old_scores), squares_q, squares_k
 
@@ -105,71 +106,127 @@ def pairs_of_tree(x, g, line, mine, S: tl.constexpr):
 
 
 @triton.jit
+def pairs_of_chain(queries, keys, falls, S: tl.constexpr):
+    """Scores of a chain's tokens with keys up to them, decayed on the way: [J, J], those of its right half; and x with
+    the decay from the first token on: [J, N].
+
+    All three are tuples of BT rows [N], ``falls`` exp g. A key falls from token to token where it is: no thread needs
+    another's columns but for the sums over them.
+    """
+    BT: tl.constexpr = S.BT
+    nothing = tl.zeros_like(falls[0])
+    reach = falls[0]
+    decayed, near_q, near_k, products, rows = (), (), (), (), ()
+    for i in tl.static_range(BT):
+        if i > 0:
+            reach = reach * falls[i]
+        further = ()
+        for j in tl.static_range(i):
+            further = further + (decayed[j] * falls[i],)
+        decayed = further + (keys[i],)
+        near_q, near_k = near_q + (queries[i] * reach,), near_k + (keys[i] * reach,)
+        for j in tl.static_range(BT):
+            products = products + (queries[i] * decayed[j] if j <= i else nothing,)
+        for j in tl.static_range(BT):
+            products = products + (keys[i] * decayed[j] if j <= i else nothing,)
+        # A few tokens at once, or registers do not hold them.
+        if i % 4 == 3:
+            rows, products = rows + (totals(piled(products)),), ()
+    scores = tl.permute(tl.reshape(piled(rows), [BT, 2, BT]), (1, 0, 2))
+    scores = tl.reshape(scores, [2 * BT, BT])
+    both = tl.permute(tl.join(tl.zeros_like(scores), scores), (0, 2, 1))
+    return tl.reshape(both, [2 * BT, 2 * BT]), piled(near_q + near_k)
+
+
+@triton.jit
+def every_column(S: tl.constexpr):
+    """Columns [N] such that the parts of BK among them are pieces of ``columns_of``; K or more where there is none."""
+    PLANES: tl.constexpr = planes(S.read)
+    EACH: tl.constexpr = max(S.KP // PLANES, S.BK)
+    HALF: tl.constexpr = plane(S.read, S.K)
+    # As the compiler sees it in runs of four, so that a thread has the same columns of whatever is loaded.
+    at = tl.arange(0, PLANES * EACH) // 4 * 4 + tl.arange(0, PLANES * EACH) % 4
+    if PLANES == 1 or EACH == HALF:
+        return at
+    else:
+        return tl.where(at % EACH < HALF, at // EACH * HALF + at % EACH, S.K)
+
+
+@triton.jit
 def probes_of_head(
-    inputs, strides, head, group, key, to, channels, place, readers, known, line, t, valid, low, high, S: tl.constexpr
+    inputs, strides, head, group, key, channels, row, appends_key, line, is_k, low, high, S: tl.constexpr
 ):  # fmt: skip
     """Where each channel has its decay: as ``probes_of_group``, x and the entries' keys decayed to where they meet.
 
-    The new tokens' decays are appended too. Rows are taken with all columns, so that sums over entries stay within a
-    thread; of the entries sixteen at once, the newest first, as far as there are any.
+    ``row``: the first token, how many there are, and how many entries. The tokens' keys and decays are appended.
+    A thread has the same few columns of every token and entry, a row each, so that sums over them stay in it; of the
+    entries sixteen at once, the newest first, as far as there are any.
     """
-    J: tl.constexpr = 2 * S.BT
+    BT: tl.constexpr = S.BT
+    PLANES: tl.constexpr = planes(S.read)
     C: tl.constexpr = S.C
+    EACH: tl.constexpr = C // PLANES
     ACT: tl.constexpr = inputs.q.dtype.element_ty
-    is_k = readers[4]
-    columns = (tl.arange(0, S.KP) // 4 * 4 + tl.arange(0, S.KP) % 4)[None, :]
+    COUNT: tl.constexpr = (S.W + 15) // 16
+    start, count, known = row
+    columns = every_column(S)
     wide = columns < S.K
-    x, _ = queries_and_keys(inputs, strides, group * S.K + columns, wide, readers, True)
-    tl.store(to[0] + columns, x, mask=to[1] & wide)
-    raw, x = x, x.to(tl.float32)
-    squares = tl.sum(x * x, 1)
-
-    # Decays of the tokens: once each, then beside their keys.
-    n = tl.arange(0, S.BT)
-    start = tl.min(readers[2], 0)
-    there = (n < tl.sum((valid & is_k).to(tl.int32), 0))[:, None] & wide
-    g = channel_gates(inputs, strides, (start + n)[:, None], there, head, columns, low, high, S)
-    tl.store(channels + (tl.min(place, 0) + n)[:, None] * S.K + columns, g, mask=there)
-    g = stacked(tl.zeros_like(g), g)
-    along = sums_of(line & is_k[None, :], g, S)
-    near = x * fall(along, S)
+    at_q = inputs.q + start.to(tl.int64) * strides.q + group * S.K + columns
+    at_k = inputs.k + start.to(tl.int64) * strides.k + group * S.K + columns
+    at_a = inputs.channels + start.to(tl.int64) * strides.channels + head * S.K + columns
+    rate = load_or(inputs.rate, head + tl.arange(0, 1), True, 0.0)
+    bias = load_or(inputs.bias, head * S.K + columns, wide, 0.0)
+    raw_q, raw_k, raw_a = (), (), ()
+    for i in tl.static_range(BT):
+        there = wide & (i < count)
+        raw_q = raw_q + (tl.load(at_q + i * strides.q, mask=there, other=0.0),)
+        raw_k = raw_k + (tl.load(at_k + i * strides.k, mask=there, other=0.0),)
+        raw_a = raw_a + (tl.load(at_a + i * strides.channels, mask=there, other=0.0).to(tl.float32),)
+    queries, keys, decays, falls, squares_q, squares_k = (), (), (), (), (), ()
+    for i in tl.static_range(BT):
+        there = wide & (i < count)
+        q, k = raw_q[i].to(tl.float32), raw_k[i].to(tl.float32)
+        g, _ = gates(raw_a[i], raw_a[i], rate, bias, low, high, S)
+        g = tl.where(there, g, 0.0)
+        tl.store(key + (known + i) * S.K + columns, raw_k[i], mask=there & appends_key)
+        tl.store(channels + (known + i) * S.K + columns, g, mask=there)
+        queries, keys, decays, falls = queries + (q,), keys + (k,), decays + (g,), falls + (fall(g, S),)
+        squares_q, squares_k = squares_q + (q * q,), squares_k + (k * k,)
+    squares = totals(piled(squares_q + squares_k))
     if S.tree:
+        x, g = piled(queries + keys), piled(decays + decays)
+        near = x * fall(sums_of(line & is_k[None, :], g, S), S)
         scores = pairs_of_tree(x, g, line, is_k, S)
     else:
-        T: tl.constexpr = S.T
-        own = tl.where(t[:, None] == t[None, :], product(raw, tl.trans(raw), S), 0.0)
-        scores = own + pairs_by_channel(x, g, t, is_k, T, S)
+        scores, near = pairs_of_chain(queries, keys, falls, S)
 
-    # Rows from the newest entry on, as the compiler adds up from the first one on.
-    e = 15 - tl.arange(0, 16)
-    backwards = tl.broadcast_to(e[None, :], [J, 16])
-    reads = cut(near, S)
-    since = tl.full([1, S.KP], 0.0, tl.float32)
+    reads = turned(halved(near, S))
+    since = tl.zeros_like(decays[0])
     old_scores = ()
-    for back in tl.static_range(S.BE // 16):
-        first = S.BE - 16 - 16 * back
-        found = tl.full([J, 16], 0.0, tl.float32)
-        if first < known:
-            at = (first + e)[:, None] * S.K + columns
-            later = tl.load(channels + S.K + at, mask=(first + e + 1 < known)[:, None] & wide, other=0.0)
-            keys = tl.load(key + at, mask=(first + e < known)[:, None] & wide, other=0.0)
-            decayed = keys.to(tl.float32) * fall(tl.cumsum(later, 0) + since, S)
-            since += tl.sum(later, 0, keep_dims=True)
-            found = tl.gather(product_of_terms(reads, turned(cut(decayed, S)), S), backwards, 1)
-        old_scores = (found,) + old_scores
-    total = tl.reshape(since, [S.KP]) + tl.load(
-        channels + tl.reshape(columns, [S.KP]), mask=tl.reshape(wide, [S.KP]) & (known > 0), other=0.0
-    )
-    # Probes in pieces as a product takes them. What was stored above is read again: to cut up what a thread holds of
-    # whole rows would move more.
-    tl.debug_barrier()
+    for _ in tl.static_range(COUNT):
+        old_scores = old_scores + (tl.full([16, 2 * BT], 0.0, tl.float32),)
+    blocks = (known + 15) // 16
+    for back in tl.range(0, blocks, num_stages=2):
+        block = blocks - 1 - back
+        at_decay = channels + (block * 16 + 1) * S.K + columns
+        at_key = key + block * 16 * S.K + columns
+        left = known - block * 16
+        later, old, decayed = (), (), ()
+        for e in tl.static_range(16):
+            later = later + (tl.load(at_decay + e * S.K, mask=wide & (e + 1 < left), other=0.0),)
+            old = old + (tl.load(at_key + e * S.K, mask=wide & (e < left), other=0.0),)
+        for e in tl.static_range(16):
+            since += later[15 - e]
+            decayed = (old[15 - e].to(tl.float32) * fall(since, S),) + decayed
+        found = product_of_terms(halved(piled(decayed), S), reads, S)
+        kept = ()
+        for n in tl.static_range(COUNT):
+            kept = kept + (tl.where(block == n, found, old_scores[n]),)
+        old_scores = kept
+    total = since + tl.load(channels + columns, mask=wide & (known > 0), other=0.0)
+    far = parts_of(near * fall(total, S)[None, :], S.BK)
     probes = ()
     for piece in tl.static_range(C):
-        few = columns_of(piece, S)
-        inside = (few < S.K)[None, :]
-        x, _ = queries_and_keys(inputs, strides, group * S.K + few[None, :], inside, readers, True)
-        g = tl.load(channels + place[:, None] * S.K + few[None, :], mask=readers[3] & inside, other=0.0)
-        along = sums_of(line & is_k[None, :], g, S) + tl.gather(total, tl.minimum(few, S.KP - 1), 0)[None, :]
-        far = x.to(tl.float32) * fall(along, S)
-        probes = probes + (turned(state_terms(far, ACT, tl.float32, S)),)
+        part = far[piece // EACH * (len(far) // PLANES) + piece % EACH]
+        probes = probes + (turned(state_terms(part, ACT, tl.float32, S)),)
     return probes, scores, old_scores, squares, squares

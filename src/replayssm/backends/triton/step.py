@@ -116,7 +116,7 @@ def values_of(pointer, p, known, S: tl.constexpr):
     """
     e = tl.arange(0, 16)
     blocks = ()
-    for n in tl.static_range(S.BE // 16):
+    for n in tl.static_range((S.W + 15) // 16):
         at = pointer + (n * 16 + e)[:, None] * S.P + p[None, :]
         there = (n * 16 + e < known)[:, None] & (p < S.P)[None, :]
         if pointer.dtype.element_ty == tl.float32:
@@ -142,7 +142,7 @@ def as_loaded(x, S: tl.constexpr):
 def add_entries(sums, values, reach, known, S: tl.constexpr):
     """The sums of a product [BP, M] and what the entries add to it, blocks that nobody is in left out."""
     large, middle, small = sums
-    for n in tl.static_range(S.BE // 16):
+    for n in tl.static_range((S.W + 15) // 16):
         if n * 16 < known:
             large, middle, small = accumulate(
                 (large, middle, small), turned(cut(as_loaded(values[n], S), S)), reach[n], S
@@ -242,15 +242,28 @@ def step_kernel(
     if channels is None:
         group_reads = probes_of_group(inputs, token_strides, group, key, to, readers, known, KEYS_READ, S)
     else:
+        writes_key = (chunk == 0) & (shared % (S.H // S.G) == 0)
         group_reads = probes_of_head(
-            inputs, token_strides, shared, group, key, to, channels, place, readers, known, line, t, valid, low, high, S
+            inputs,
+            token_strides,
+            shared,
+            group,
+            key,
+            channels,
+            (start, tl.where(live, count, 0), known),
+            writes_key,
+            line,
+            is_k,
+            low,
+            high,
+            S,
         )
     probes, scores, old_scores, asks_squares, squares = group_reads
     # Scales and a head's decay go on afterwards, to a few numbers instead of to the state.
     q_scale, k_scale = unit_scales(asks_squares, squares, S)
     scale = tl.where(is_k, k_scale, q_scale) if KEYS_READ else q_scale
     scores = tl.where(path & is_k[None, :], scores * scale[:, None] * k_scale[None, :], 0.0)
-    old_scales = blocks_of(load_or(key_scale, e, e < known, 1.0)[None, :])
+    old_scales = blocks_of(load_or(key_scale, e, e < known, 1.0)[:, None])
     if key_scale is not None:
         tl.store(key_scale + place, k_scale, mask=first_of_group)
 
@@ -272,11 +285,11 @@ def step_kernel(
         scales = None if layer.written_scale is None else layer.written_scale + where * strides.written_scale + head * W
         beta = tl.where(is_k, beta, 0.0)
         along = tl.sum(tl.where(path & is_k[None, :], g[None, :], 0.0), 1)
-        weights = blocks_of(weight_of_entry[None, :])
+        weights = blocks_of(weight_of_entry[:, None])
         reach = ()
-        for n in tl.static_range(S.BE // 16):
-            on_entries = old_scores[n] * (tl.exp(along) * scale)[:, None] * (weights[n] * old_scales[n])
-            reach = reach + (turned(cut(on_entries, S)),)
+        for n in tl.static_range((S.W + 15) // 16):
+            on_entries = old_scores[n] * (tl.exp(along) * scale)[None, :] * (weights[n] * old_scales[n])
+            reach = reach + (cut(on_entries, S),)
         now = scores if layer.decay is None else scores * tl.exp(between(g, path, line, is_k, S))
         response = turned(cut(sixteen(responses(now, beta, j, is_k, S)), S))
         distant = tl.exp(total + along) * scale

@@ -50,6 +50,17 @@ def halves(x):
 
 
 @triton.jit
+def halved(x, S: tl.constexpr):
+    """x (float32) as terms of a product: ``halves``, of one opaque number, or the compiler multiplies it again."""
+    if S.dot == "interpret":
+        return (x,)
+    elif S.arch > 0:
+        return halves(tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1))
+    else:
+        return halves(x)
+
+
+@triton.jit
 def turned(terms):
     """The transposes of terms: to cut first keeps words of sixteen bytes whole on the way."""
     found = ()
@@ -176,6 +187,67 @@ def stacked(above, below):
     R: tl.constexpr = above.shape[0]
     N: tl.constexpr = above.shape[1]
     return tl.reshape(tl.permute(tl.join(above, below), (2, 0, 1)), [2 * R, N])
+
+
+@triton.jit
+def paired(rows):
+    """Each of the first half of them beside its like in the second half."""
+    HALF: tl.constexpr = len(rows) // 2
+    found = ()
+    for n in tl.static_range(HALF):
+        found = found + (tl.join(rows[n], rows[n + HALF]),)
+    return found
+
+
+@triton.jit
+def piled(rows):
+    """Rows [N], a power of two of them, as one tile [R, N]. Nothing moves between threads."""
+    level = rows
+    for _ in tl.static_range(8):
+        if len(level) > 1:
+            level = paired(level)
+    return tl.trans(tl.reshape(level[0], [rows[0].shape[0], len(rows)]))
+
+
+@triton.jit
+def apart(x):
+    """The left half and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def each_apart(tiles):
+    """Halves of tiles, one tile's behind another's."""
+    found = ()
+    for n in tl.static_range(len(tiles)):
+        left, right = apart(tiles[n])
+        found = found + (left, right)
+    return found
+
+
+@triton.jit
+def parts_of(x, BK: tl.constexpr):
+    """A tile's columns as tiles of BK: what a thread has of few columns of many parts is exchanged once."""
+    level = (x,)
+    for _ in tl.static_range(8):
+        if level[0].shape[1] > BK:
+            level = each_apart(level)
+    return level
+
+
+@triton.jit
+def totals(x):
+    """Sums over the columns of x [R, N], of which a thread has four: [R].
+
+    Halves of a row come together where few threads have much of a few rows each: far fewer exchanges than if all of
+    them added up every row.
+    """
+    found = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
+    for _ in tl.static_range(8):
+        if found.shape[1] > 4:
+            left, right = apart(found)
+            found = left + right
+    return tl.sum(found, 1)
 
 
 @triton.jit
