@@ -209,26 +209,28 @@ def e2m1(codes, ARCH: tl.constexpr):
             pack=4,
         )
     elif ARCH > 0:
-        # The low nibble of a byte goes to the top of one half of a word, the high one to that of another; 0xEA is the
-        # truth table of (a & b) | c.
+        # Two bytes in the halves of a word each, from where sign and rest are moved up by multiplications, which do not
+        # queue with logic; 0xEA is the truth table of (a & b) | c.
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, c, d, x;
-            prmt.b32 b, $4, 0, 0x1404;
-            prmt.b32 d, $4, 0, 0x3424;
-            shl.b32 a, b, 4;
-            shl.b32 c, d, 4;
-            and.b32 $0, a, 0x80008000;
-            and.b32 $1, c, 0x80008000;
-            and.b32 $2, b, 0x80008000;
-            and.b32 $3, d, 0x80008000;
-            shr.u32 x, a, 3;
+            .reg .b32 b, d, x;
+            prmt.b32 b, $4, 0, 0x4140;
+            prmt.b32 d, $4, 0, 0x4342;
+            mul.lo.u32 x, b, 4096;
+            and.b32 $0, x, 0x80008000;
+            mul.lo.u32 x, b, 512;
             lop3.b32 $0, x, 0x0E000E00, $0, 0xEA;
-            shr.u32 x, c, 3;
+            mul.lo.u32 x, d, 4096;
+            and.b32 $1, x, 0x80008000;
+            mul.lo.u32 x, d, 512;
             lop3.b32 $1, x, 0x0E000E00, $1, 0xEA;
-            shr.u32 x, b, 3;
+            mul.lo.u32 x, b, 256;
+            and.b32 $2, x, 0x80008000;
+            mul.lo.u32 x, b, 32;
             lop3.b32 $2, x, 0x0E000E00, $2, 0xEA;
-            shr.u32 x, d, 3;
+            mul.lo.u32 x, d, 256;
+            and.b32 $3, x, 0x80008000;
+            mul.lo.u32 x, d, 32;
             lop3.b32 $3, x, 0x0E000E00, $3, 0xEA;
             }""",
             "=&r,=&r,=&r,=&r,r",
