@@ -66,7 +66,7 @@ def fold_tiles(layout: Layout) -> Iterator[Tile]:
     if walks(layout):
         columns = min(32, columns)
     else:
-        for p, programs, registers in ((32, 8, 0), (16, 16, 128), (16, 8, 0), (32, 12, 168)):
+        for p, programs, registers in ((32, 8, 0), (16, 16, 128), (16, 8, 0), (16, 12, 168), (32, 12, 168)):
             yield Tile(p, columns, 1, programs, registers)
     for p, warps, programs, registers in ((64, 4, 4, 128), (32, 2, 8, 128), (64, 2, 4, 168), (32, 4, 4, 128)):
         yield Tile(p, columns, warps, programs, registers)

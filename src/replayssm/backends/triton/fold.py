@@ -27,11 +27,12 @@ from replayssm.backends.triton.formats import (
     store_blocks,
     store_state,
 )
-from replayssm.backends.triton.gates import load_or
+from replayssm.backends.triton.gates import fall, load_or
 from replayssm.backends.triton.tile import (
     between,
     column_of,
     cut,
+    exact,
     halves,
     product,
     product_of_terms,
@@ -79,26 +80,29 @@ def add_block(parts, key, value, weight, decay, key_scale, first, length, p, col
     g = load_or(decay, e, live, 0.0)
     later = load_or(decay, e + 1, e + 1 < last, 0.0)
     u = v.to(tl.float32) * (factor * tl.exp(tl.cumsum(later, 0, reverse=True)))[:, None]
-    fall = tl.exp(tl.sum(g, 0))
+    left = tl.exp(tl.sum(g, 0))
     C: tl.constexpr = S.C
     written = turned(cut(u, S))
     after = ()
     for part in tl.static_range(C):
         inside = live[:, None] & (columns[part] < S.K)[None, :]
         k = tl.load(key + e[:, None] * S.K + columns[part][None, :], mask=inside, other=0.0)
-        after = after + (parts[part] * fall + product_of_terms(written, cut(k, S), S),)
+        after = after + (parts[part] * left + product_of_terms(written, cut(k, S), S),)
     return after
 
 
 @triton.jit
-def paired(a, b):
-    """Two parts [R, 8] as one [R, 16], their columns by twos in turn.
+def paired(a, b, TURNED: tl.constexpr = False):
+    """Two parts [R, 8] as one [R, 16], their columns by twos in turn; or its transpose.
 
     What a thread has is then what tensor cores take from it, as the compiler sees joined tiles, and nothing moves.
     """
     R: tl.constexpr = a.shape[0]
     both = tl.reshape(tl.join(a, b), [R, 4, 2, 2])
-    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [R, 16])
+    if TURNED:
+        return tl.reshape(tl.permute(both, (1, 3, 2, 0)), [16, R])
+    else:
+        return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [R, 16])
 
 
 @triton.jit
@@ -111,31 +115,72 @@ def wide_terms(x, S: tl.constexpr):
 
 
 @triton.jit
-def solution(key, weight, decay, key_scale, first, length, S: tl.constexpr):
+def decayed_keys(key, channels, first, length, columns, S: tl.constexpr):
+    """Keys of sixteen entries whose decays are per channel, and k_i·k_j e^(Σ g over j < m ≤ i) for j < i.
+
+    Keys are C parts [16, 8]: what a state before the entries is read with, and what it is after them written with; then
+    what it falls to. For pairs see ``tile.pairs_by_channel``: sums of log-decays are products with masks here as well.
+    """
+    i = tl.arange(0, 16)
+    e = first + i
+    at, m = i[:, None], i[None, :]
+    C: tl.constexpr = S.C
+    scores = tl.full([16, 16], 0.0, tl.float32)
+    reads, writes, falls = (), (), ()
+    for two in tl.static_range(C // 2):
+        apart = ()
+        for part in tl.static_range(2 * two, 2 * two + 2):
+            place = e[:, None] * S.K + columns[part][None, :]
+            inside = (e < length)[:, None] & (columns[part] < S.K)[None, :]
+            k = tl.load(key + place, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(channels + place, mask=inside, other=0.0)
+            terms = cut(g, S)
+            for level in tl.static_range(4):
+                begin = ((at >> level) | 1) << level
+                passed = tl.where(((at >> level) & 1) == 1, (m >= begin) & (m <= at), (m > at) & (m < begin))
+                apart = apart + (k * fall(product_of_terms((exact(passed, S),), terms, S), S),)
+            reads = reads + (k * fall(product_of_terms((exact(m <= at, S),), terms, S), S),)
+            writes = writes + (k * fall(product_of_terms((exact(m > at, S),), terms, S), S),)
+            falls = falls + (fall(tl.sum(g, 0, keep_dims=True), S),)
+        for level in tl.static_range(4):
+            x = wide_terms(paired(apart[level], apart[4 + level]), S)
+            y = wide_terms(paired(apart[level], apart[4 + level], True), S)
+            scores += tl.where(((at ^ m) >> level) == 1, product_of_terms(x, y, S), 0.0)
+    return (reads, writes, falls), scores
+
+
+@triton.jit
+def solution(key, weight, decay, channels, key_scale, first, length, columns, S: tl.constexpr):
     """What sixteen entries of a head make of each other under the delta rule, for all tiles of its state.
 
     Returns ((I + A)⁻¹ − I)ᵀ as terms, A_ij = β_i k_i·k_j e^(Σ g over j < m ≤ i) below the diagonal, by substitution;
     what the state before them is read with (scale and decay of each key), β, what the written values get (scale, decay
-    of the entries behind), and what the state falls to.
+    of the entries behind), what the state falls to, and keys with their decays where those are per channel.
     """
     i = tl.arange(0, 16)
     e = first + i
     live = e < length
-    columns = tl.arange(0, S.KP)[None, :]
-    k = tl.load(key + e[:, None] * S.K + columns, mask=live[:, None] & (columns < S.K), other=0.0)
+    wide = tl.arange(0, S.KP)[None, :]
+    inside = live[:, None] & (wide < S.K)
+    k = tl.load(key + e[:, None] * S.K + wide, mask=inside, other=0.0)
     beta = tl.load(weight + e, mask=live, other=0.0)
     scale = load_or(key_scale, e, live, 1.0)
-    g = load_or(decay, e, live, 0.0)
     path = i[None, :] <= i[:, None]
-    scores = product(k, tl.trans(k), S) * tl.exp(between(g, path, path, i >= 0, S)) * scale[None, :]
-    takes = tl.where(i[None, :] < i[:, None], scores * (beta * scale)[:, None], 0.0)
+    if channels is None:
+        g = load_or(decay, e, live, 0.0)
+        scores = product(k, tl.trans(k), S) * tl.exp(between(g, path, path, i >= 0, S))
+        on_state = scale * tl.exp(tl.sum(tl.where(path, g[None, :], 0.0), 1))
+        on_written = scale * tl.exp(tl.sum(tl.where(path, 0.0, g[None, :]), 1))
+        keys = (), (), tl.exp(tl.sum(g, 0))
+    else:
+        on_state, on_written = scale, scale
+        keys, scores = decayed_keys(key, channels, first, length, columns, S)
+    takes = tl.where(i[None, :] < i[:, None], scores * scale[None, :] * (beta * scale)[:, None], 0.0)
     unit = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     inverse = unit
     for t in tl.static_range(15):
         inverse -= column_of(takes, t) * row_of(inverse, t)
-    along = tl.sum(tl.where(path, g[None, :], 0.0), 1)
-    later = tl.sum(tl.where(path, 0.0, g[None, :]), 1)
-    return turned(cut(inverse - unit, S)), scale * tl.exp(along), beta, scale * tl.exp(later), tl.exp(tl.sum(g, 0))
+    return turned(cut(inverse - unit, S)), on_state, beta, on_written, keys
 
 
 @triton.jit
@@ -145,25 +190,29 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
     Two products with the state's columns, one on either side. Tensor cores cut off where they add, and a state would
     remember it: so sums over a row are added up by sixteen columns, and what stays of a value is not multiplied by one.
     """
-    inverse, on_state, beta, on_written, fall = solved
+    inverse, on_state, beta, on_written, keys = solved
+    reads, writes, falls = keys
     C: tl.constexpr = S.C
     e = first + tl.arange(0, 16)
     live = e < length
-    keys = ()
-    for part in tl.static_range(C):
-        inside = live[:, None] & (columns[part] < S.K)[None, :]
-        keys = keys + (tl.load(key + e[:, None] * S.K + columns[part][None, :], mask=inside, other=0.0),)
+    BY_CHANNEL: tl.constexpr = len(reads) > 0
+    if not BY_CHANNEL:
+        for part in tl.static_range(C):
+            inside = live[:, None] & (columns[part] < S.K)[None, :]
+            reads = reads + (tl.load(key + e[:, None] * S.K + columns[part][None, :], mask=inside, other=0.0),)
+        writes = reads
     v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
     seen = tl.full([S.BP, 16], 0.0, tl.float32)
     for two in tl.static_range(C // 2):
         state = wide_terms(paired(parts[2 * two], parts[2 * two + 1]), S)
-        seen += product_of_terms(state, turned(wide_terms(paired(keys[2 * two], keys[2 * two + 1]), S)), S)
+        seen += product_of_terms(state, wide_terms(paired(reads[2 * two], reads[2 * two + 1], True), S), S)
     brought = beta[None, :] * (tl.trans(v).to(tl.float32) - seen * on_state[None, :])
     values = brought + product_of_terms(cut(brought, S), inverse, S)
     written = cut(values * on_written[None, :], S)
     after = ()
     for part in tl.static_range(C):
-        after = after + (parts[part] * fall + product_of_terms(written, cut(keys[part], S), S),)
+        left = falls[part] if BY_CHANNEL else falls
+        after = after + (parts[part] * left + product_of_terms(written, cut(writes[part], S), S),)
     return after
 
 
@@ -171,20 +220,20 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
 def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S: tl.constexpr):
     """Advance a state, C parts [BP, BK], by entry e: the recurrence as it is written, in float32.
 
-    Two multiply-adds an element beside its decay. For decays per channel, where blocks of entries on tensor cores took
-    four times as long, and for checkpoints with scales.
+    Two multiply-adds an element beside its decay. For checkpoints with scales, and for decays per channel where a
+    window has more than the sixteen entries whose decayed keys registers hold.
     """
     C: tl.constexpr = S.C
     v = tl.load(value + e * S.P + p, mask=p < S.P, other=0.0).to(tl.float32)
     weight_now = tl.load(weight + e)
-    fall = 1.0 if decay is None else tl.exp(tl.load(decay + e))
+    left = 1.0 if decay is None else tl.exp(tl.load(decay + e))
     scale = 1.0 if key_scale is None else tl.load(key_scale + e)
     seen = tl.full([S.BP, S.BK], 0.0, tl.float32)
     decayed, keys = (), ()
     for part in tl.static_range(C):
         wide = columns[part] < S.K
         k = tl.load(key + e * S.K + columns[part], mask=wide, other=0.0).to(tl.float32)[None, :]
-        s = parts[part] * fall
+        s = parts[part] * left
         if channels is not None:
             s *= tl.exp(tl.load(channels + e * S.K + columns[part], mask=wide, other=0.0))[None, :]
         seen += s * k
@@ -303,7 +352,8 @@ def fold_kernel(
         solved = ()
         if SOLVES:
             for n in tl.static_range(BLOCKS):
-                solved = solved + (solution(key, weight, decay, key_scale, n * 16, length, S),)
+                first = n * 16
+                solved = solved + (solution(key, weight, decay, channels, key_scale, first, length, columns, S),)
         most = tl.full([S.BP, S.BK], 0.0, tl.float32)
         first_tile = item % (tiles // TOGETHER)
         for tile in tl.range(first_tile, first_tile + TOGETHER, num_stages=1):
@@ -313,7 +363,8 @@ def fold_kernel(
             parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)
             if SOLVES:
                 for n in tl.static_range(BLOCKS):
-                    if n * 16 < length:
+                    # What does not change from tile to tile leaves the loop only where nothing is asked.
+                    if n == 0 or n * 16 < length:
                         parts = solve_block(parts, solved[n], key, value, n * 16, length, p, columns, S)
             elif S.update == "add" and not TYPES.channels:
                 for first in tl.range(0, length, S.BE, num_stages=1):

@@ -112,12 +112,14 @@ class Tile:
 def tile_key(kernel: str, layout: Layout) -> str:
     """The name of a tile in a table: what a kernel's speed depends on. ``kernel`` is "step" or "fold".
 
-    A step's tile goes by what it reads, a fold's by the checkpoint and its copy.
+    A step's tile goes by what it reads, a fold's by the checkpoint and its copy, and by whether it ``walks``.
     """
     r, policy = layout.recurrence, layout.precision
     kept = [form.name for form in (policy.checkpoint_format, policy.read_format) if form is not None]
     if kernel == "step":
         kernel, kept = "decode" if layout.max_draft == 1 else "verify", kept[-1:]
+    elif walks(layout):
+        kernel = "walk"
     size = f"{layout.head_dim}x{layout.state_dim}"
     return f"{kernel}/{r.decay}/{r.update}/{size}/{'+'.join(_LONG.get(name, name) for name in kept)}"
 
@@ -156,8 +158,11 @@ def read_table(path: Path) -> dict[str, list[int]]:
 
 def walks(layout: Layout) -> bool:
     """Whether a fold takes one entry after another, each of which may read the state, instead of blocks of them."""
+    delta = layout.recurrence.update == "delta"
     plain = formats.is_plain(layout.precision.checkpoint_format.name)
-    return layout.recurrence.decay == "channel" or (layout.recurrence.update == "delta" and not plain)
+    if layout.recurrence.decay == "channel":
+        return not (delta and plain and layout.window <= 16)
+    return delta and not plain
 
 
 def decodes(layout: Layout) -> bool:
