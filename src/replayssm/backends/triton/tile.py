@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from replayssm.backends.triton.formats import element_bytes
-from replayssm.backends.triton.gates import fall
 
 
 @triton.jit
@@ -296,29 +295,3 @@ def between(g, path, line, mine, S: tl.constexpr):
         return tl.sum(tl.where((line == 0)[None, :, :], on_i[:, None, :], 0.0), 2)
     else:
         return product(on_i, tl.trans(exact((line == 0) & mine[None, :], S)), S)
-
-
-@triton.jit
-def pairs_by_channel(x, g, t, mine, N: tl.constexpr, S: tl.constexpr):
-    """Σ_c x_i[c] x_j[c] exp(Σ g_m[c], t_j < m ≤ t_i) for t_j < t_i < N along a chain: [E, E], zero elsewhere.
-
-    x, g [E, BK] float32; t [E] says which token a row belongs to, ``mine`` [E] names each token's row of g once.
-    Pairs whose tokens part at the same power of two are taken together: with m₀ where the upper half of their block
-    begins, the factor is exp(Σ m₀ ≤ m ≤ t_i) on one side and exp(Σ t_j < m < m₀) on the other, both at most 1. So
-    log₂ N products do what N steps would.
-    """
-    E: tl.constexpr = x.shape[0]
-    found = tl.full([E, E], 0.0, tl.float32)
-    at = t[:, None]
-    m = t[None, :]
-    for level in tl.static_range(5):
-        if (1 << level) < N:
-            upper = ((t >> level) & 1) == 1
-            begin = (((t >> level) | 1) << level)[:, None]
-            above = upper[:, None] & (m >= begin) & (m <= at)
-            below = (upper[:, None] == 0) & (m > at) & (m < begin)
-            scaled = x * fall(sums_of((above | below) & mine[None, :], g, S), S)
-            together = (at >> (level + 1)) == (m >> (level + 1))
-            pairs = together & upper[:, None] & (upper[None, :] == 0)
-            found += tl.where(pairs, product(scaled, tl.trans(scaled), S), 0.0)
-    return found
