@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from replayssm.backends.triton.formats import (
+    apart,
     element,
     fold_columns,
     head_top,
@@ -21,6 +22,8 @@ from replayssm.backends.triton.formats import (
     largest_finite,
     largest_of,
     load_state,
+    pair_columns,
+    paired,
     planes,
     scale_element,
     scale_of,
@@ -84,25 +87,26 @@ def add_block(parts, key, value, weight, decay, key_scale, first, length, p, col
     C: tl.constexpr = S.C
     written = turned(cut(u, S))
     after = ()
-    for part in tl.static_range(C):
-        inside = live[:, None] & (columns[part] < S.K)[None, :]
-        k = tl.load(key + e[:, None] * S.K + columns[part][None, :], mask=inside, other=0.0)
-        after = after + (parts[part] * left + product_of_terms(written, cut(k, S), S),)
+    for two in tl.static_range(C // 2):
+        keys = load_two(key, e, live, two, columns, S)
+        for half in tl.static_range(2):
+            after = after + (parts[2 * two + half] * left + product_of_terms(written, cut(keys[half], S), S),)
     return after
 
 
 @triton.jit
-def paired(a, b, TURNED: tl.constexpr = False):
-    """Two parts [R, 8] as one [R, 16], their columns by twos in turn; or its transpose.
-
-    What a thread has is then what tensor cores take from it, as the compiler sees joined tiles, and nothing moves.
-    """
-    R: tl.constexpr = a.shape[0]
-    both = tl.reshape(tl.join(a, b), [R, 4, 2, 2])
-    if TURNED:
-        return tl.reshape(tl.permute(both, (1, 3, 2, 0)), [16, R])
+def load_two(pointer, e, live, two, columns, S: tl.constexpr):
+    """Rows e of keys, or of their decays, in the parts 2·two and 2·two + 1 [E, BK], zero outside."""
+    if S.BK == 8:
+        wide = pair_columns(two, S)
+        inside = live[:, None] & (wide < S.K)[None, :]
+        return apart(tl.load(pointer + e[:, None] * S.K + wide[None, :], mask=inside, other=0.0))
     else:
-        return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [R, 16])
+        found = ()
+        for part in tl.static_range(2 * two, 2 * two + 2):
+            at = pointer + e[:, None] * S.K + columns[part][None, :]
+            found = found + (tl.load(at, mask=live[:, None] & (columns[part] < S.K)[None, :], other=0.0),)
+        return found
 
 
 @triton.jit
@@ -128,23 +132,22 @@ def decayed_keys(key, channels, first, length, columns, S: tl.constexpr):
     scores = tl.full([16, 16], 0.0, tl.float32)
     reads, writes, falls = (), (), ()
     for two in tl.static_range(C // 2):
-        apart = ()
-        for part in tl.static_range(2 * two, 2 * two + 2):
-            place = e[:, None] * S.K + columns[part][None, :]
-            inside = (e < length)[:, None] & (columns[part] < S.K)[None, :]
-            k = tl.load(key + place, mask=inside, other=0.0).to(tl.float32)
-            g = tl.load(channels + place, mask=inside, other=0.0)
+        factors = ()
+        keys = load_two(key, e, e < length, two, columns, S)
+        decays = load_two(channels, e, e < length, two, columns, S)
+        for half in tl.static_range(2):
+            k, g = keys[half].to(tl.float32), decays[half]
             terms = cut(g, S)
             for level in tl.static_range(4):
                 begin = ((at >> level) | 1) << level
                 passed = tl.where(((at >> level) & 1) == 1, (m >= begin) & (m <= at), (m > at) & (m < begin))
-                apart = apart + (k * fall(product_of_terms((exact(passed, S),), terms, S), S),)
+                factors = factors + (k * fall(product_of_terms((exact(passed, S),), terms, S), S),)
             reads = reads + (k * fall(product_of_terms((exact(m <= at, S),), terms, S), S),)
             writes = writes + (k * fall(product_of_terms((exact(m > at, S),), terms, S), S),)
             falls = falls + (fall(tl.sum(g, 0, keep_dims=True), S),)
         for level in tl.static_range(4):
-            x = wide_terms(paired(apart[level], apart[4 + level]), S)
-            y = wide_terms(paired(apart[level], apart[4 + level], True), S)
+            x = wide_terms(paired(factors[level], factors[4 + level]), S)
+            y = wide_terms(paired(factors[level], factors[4 + level], True), S)
             scores += tl.where(((at ^ m) >> level) == 1, product_of_terms(x, y, S), 0.0)
     return (reads, writes, falls), scores
 
@@ -197,9 +200,8 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
     live = e < length
     BY_CHANNEL: tl.constexpr = len(reads) > 0
     if not BY_CHANNEL:
-        for part in tl.static_range(C):
-            inside = live[:, None] & (columns[part] < S.K)[None, :]
-            reads = reads + (tl.load(key + e[:, None] * S.K + columns[part][None, :], mask=inside, other=0.0),)
+        for two in tl.static_range(C // 2):
+            reads = reads + load_two(key, e, live, two, columns, S)
         writes = reads
     v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
     seen = tl.full([S.BP, 16], 0.0, tl.float32)
@@ -249,9 +251,16 @@ def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S
 
 
 @triton.jit
+def rows_at(tile, S: tl.constexpr):
+    """Rows of a head that a tile has: in fours, as the compiler sees it, as ``pair_columns`` are."""
+    at = tl.arange(0, S.BP)
+    return tile * S.BP + (at // 4 * 4 + at % 4)
+
+
+@triton.jit
 def rows_of(head, tile, S: tl.constexpr):
     """Rows of a layer's state that a tile of a head has, and whether they are the head's."""
-    p = tile * S.BP + tl.arange(0, S.BP)
+    p = rows_at(tile, S)
     return head * S.P + p, p < S.P
 
 
@@ -357,7 +366,7 @@ def fold_kernel(
         most = tl.full([S.BP, S.BK], 0.0, tl.float32)
         first_tile = item % (tiles // TOGETHER)
         for tile in tl.range(first_tile, first_tile + TOGETHER, num_stages=1):
-            p = tile * S.BP + tl.arange(0, S.BP)
+            p = rows_at(tile, S)
             rows, inside = rows_of(head, tile, S)
             state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
             parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)

@@ -73,13 +73,46 @@ def fold_columns(part, S: tl.constexpr):
     HALF: tl.constexpr = plane("nvfp4", S.K)
     at = tl.arange(0, S.BK)
     if S.BK == 8:
-        # In pairs, as the compiler sees it: a thread loads two columns, as a product leaves them.
-        at = at // 2 * 2 + at % 2
+        at = part % 2 * 2 + at // 2 * 4 + at % 2
+        return part // EACH * HALF + part % EACH // 2 * 16 + at
     at = part % EACH * S.BK + at
     if HALF == EACH * S.BK:
         return part // EACH * HALF + at
     else:
         return tl.where(at < HALF, part // EACH * HALF + at, S.K)
+
+
+@triton.jit
+def pair_columns(two, S: tl.constexpr):
+    """Columns [16] of the parts 2·two and 2·two + 1 of a fold whose parts have eight.
+
+    A thread loads four at once, two of each part, as a product leaves them: in fours, as the compiler sees it.
+    """
+    EACH: tl.constexpr = S.C // 4
+    at = tl.arange(0, 16)
+    return two // EACH * plane("nvfp4", S.K) + two % EACH * 16 + (at // 4 * 4 + at % 4)
+
+
+@triton.jit
+def apart(x):
+    """``pair_columns`` of a tile [R, 16] as two parts [R, 8], in the same threads."""
+    R: tl.constexpr = x.shape[0]
+    a, b = tl.split(tl.permute(tl.reshape(x, [R, 4, 2, 2]), (0, 1, 3, 2)))
+    return tl.reshape(a, [R, 8]), tl.reshape(b, [R, 8])
+
+
+@triton.jit
+def paired(a, b, TURNED: tl.constexpr = False):
+    """Two parts [R, 8] as the tile [R, 16] that they come from, or as its transpose.
+
+    What a thread has is then what tensor cores take from it, as the compiler sees joined tiles, and nothing moves.
+    """
+    R: tl.constexpr = a.shape[0]
+    both = tl.reshape(tl.join(a, b), [R, 4, 2, 2])
+    if TURNED:
+        return tl.reshape(tl.permute(both, (1, 3, 2, 0)), [16, R])
+    else:
+        return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [R, 16])
 
 
 # Codes as float16 ----------------------------------------------------------------------------------------------------
@@ -414,6 +447,11 @@ def load_state(state, scale, head_scale, head, rows, live, WORD: tl.constexpr, S
             parts = parts + (found[0].to(tl.float32) * UNIT * (blocks[0].to(tl.float32) * whole),)
             behind = behind + (found[1].to(tl.float32) * UNIT * (blocks[1].to(tl.float32) * whole),)
         return parts + behind
+    elif BK == 8:
+        for two in tl.static_range(C // 2):
+            found = apart(load_levels(state, rows, live, pair_columns(two, S), WORD, S)[0])
+            parts = parts + (found[0].to(tl.float32), found[1].to(tl.float32))
+        return parts
     else:
         for part in tl.static_range(C):
             found = load_levels(state, rows, live, fold_columns(part, S), WORD, S)[0].to(tl.float32)
@@ -675,18 +713,22 @@ def store_state(state, scale, head_scale, parts, random, head, rows, live, WORD:
     elif not is_plain(WORD):
         return store_rows(state, scale, parts, random, rows, live, WORD, S)
     else:
-        held = ()
+        news, held = (), ()
         for part in tl.static_range(C):
-            columns = fold_columns(part, S)
             x = parts[part]
             new = (
                 x.to(element(WORD))
                 if random is None
                 else round_stochastic(x, draw(random, rows, part, S), element(WORD))
             )
+            news = news + (new,)
+            held = held + (new.to(tl.float32),)
+        TOGETHER: tl.constexpr = 2 if S.BK == 8 else 1
+        for some in tl.static_range(C // TOGETHER):
+            columns = pair_columns(some, S) if TOGETHER == 2 else fold_columns(some, S)
+            new = paired(news[2 * some], news[2 * some + 1]) if TOGETHER == 2 else news[some]
             inside = live[:, None] & (columns < S.K)[None, :]
             tl.store(state + rows[:, None] * S.K + columns[None, :], new, mask=inside)
-            held = held + (new.to(tl.float32),)
         return held
 
 
