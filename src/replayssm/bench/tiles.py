@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from replayssm.backends.triton import formats
 from replayssm.backends.triton.launch import Tile, choose_tile, least_rows, read_table, table_file, tile_key, walks
 from replayssm.bench.cases import Case, power_of_2
 from replayssm.bench.compile import Job
@@ -44,20 +45,25 @@ def decode_tiles(layout: Layout) -> Iterator[Tile]:
         ):
             yield Tile(p, columns, warps, programs, registers, stages)
         return
-    # Straight to registers, four heads of one key at once.
-    for p, warps, programs, registers in ((64, 4, 4, 128), (64, 4, 5, 96), (32, 2, 8, 128)):
-        yield Tile(p, min(32, columns), warps, programs, registers, 1, heads=4)
-    # Few bytes an element: what heads share counts.
-    yield Tile(64, min(64, columns), 2, 8, 128, 1, heads=8)
-    for p, warps, registers, stages in (
-        (16, 1, 128, 2),
-        (16, 1, 128, 3),
-        (16, 1, 96, 2),
-        (16, 1, 168, 3),
-        (32, 2, 128, 2),
+    # One warp, so that products need no other's rows; two heads of one key where there are as many.
+    wide = min(32 if formats.element_bytes(_read(layout)) > 1 else 64, columns)
+    for p, programs, registers, stages, heads in (
+        (16, 16, 128, 1, 2),
+        (16, 12, 168, 1, 2),
+        (16, 16, 128, 2, 1),
+        (16, 12, 168, 1, 1),
+        (32, 16, 128, 1, 2),
+        (32, 16, 128, 1, 1),
+        (32, 16, 128, 2, 1),
+        (32, 16, 128, 1, 4),
+        (64, 12, 168, 1, 4),
     ):
-        yield Tile(p, min(32, columns), warps, 16 // warps, registers, stages)
-    yield Tile(64, min(32, columns), 4, 4, 128, 2)
+        yield Tile(p, wide, 1, programs, registers, stages, heads)
+    yield Tile(64, wide, 4, 4, 128, 1, heads=4)
+
+
+def _read(layout: Layout) -> str:
+    return (layout.precision.read_format or layout.precision.checkpoint_format).name
 
 
 def fold_tiles(layout: Layout) -> Iterator[Tile]:

@@ -111,6 +111,11 @@ def ties(name: str, state_dim: int) -> Tensor:
     raise AssertionError("no such state")
 
 
+def one_nan(x: Tensor) -> Tensor:
+    """The same numbers with one NaN: which of them a conversion makes, processors differ in."""
+    return x.masked_fill(x.isnan(), float("nan")) if x.is_floating_point() and x.itemsize > 1 else x
+
+
 def check_round_trip(name: str, state_dim: int, stochastic: bool, device: str) -> None:
     """Tensors and decoded numbers of a format, to the bit."""
     if stochastic and name == "fp32":
@@ -134,7 +139,7 @@ def check_round_trip(name: str, state_dim: int, stochastic: bool, device: str) -
         key = seed_bits(3), number, 1
         _round_trip[(HEADS,)](state.to(device), *key, *raw, back, WORD=name, STOCHASTIC=stochastic, S=shape)
         for suffix, part in wanted.items():
-            assert same(got[suffix].cpu(), part), (number, suffix)
+            assert same(one_nan(got[suffix].cpu()), one_nan(part)), (number, suffix)
         decoded = form.decode(wanted, state_dim, torch.float32)
         for part in back.cpu():
             assert same(torch.nan_to_num(part, 7.0), torch.nan_to_num(decoded, 7.0)), number

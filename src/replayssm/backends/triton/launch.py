@@ -194,11 +194,11 @@ def least_rows(kernel: str, layout: Layout) -> int:
 def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     """The measured tile of this GPU and layout, else a heuristic.
 
-    Heuristic, from sweeps on an H200. Decode takes columns in parts of 32, a warp for 16 rows, one warp a program where
-    the written values make sums over entries expensive; eight and four bits an element: 64 columns of a plane, so that
-    a thread keeps few probes. A fold that walks keeps 64 floats a thread, four programs a multiprocessor; others have a
-    warp for 16 rows. A verify step has one warp and as many rows as registers hold. Formats that need a whole head at
-    once have more warps.
+    Heuristic, from sweeps on an H200. Decode has one warp a program, so that products need no other's rows: 16 rows of
+    float32, 32 of narrower formats, of two heads of a key where there are as many; columns in parts of 64 bytes, as
+    four threads of a row load them. A fold that walks keeps 64 floats a thread, four programs a multiprocessor; others
+    have a warp for 16 rows. A verify step has one warp and as many rows as registers hold. Formats that need a whole
+    head at once have more warps.
     """
     if device.type == "cuda":
         found = tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout))
@@ -232,12 +232,14 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
         width = max(16, min(64, triton.next_power_of_2(formats.plane(read.name, layout.state_dim))))
         if least > 1:
             return Tile(least, width, min(16, max(1, least // 8)), programs=4, registers=128)
-        return Tile(32, width, 1, programs=8)
+        return Tile(32, width, 1, registers=128, stages=1, heads=2)
     width = min(32, columns)
     if least > 1:
         return Tile(least, width, max(1, least // 16), programs=2, registers=128, stages=1)
+    if read.name != "fp32":
+        return Tile(32, width, 1, registers=128, stages=1, heads=2)
     if layout.recurrence.update == "add" and layout.recurrence.decay != "channel":
-        return Tile(64, width, 4, programs=5, registers=96, stages=1, heads=4)
+        return Tile(16, width, 1, programs=12, registers=168, stages=1, heads=1 if layout.head_dim % 32 else 2)
     return Tile(16, width, 1, registers=128)
 
 
