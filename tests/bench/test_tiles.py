@@ -77,7 +77,7 @@ def test_a_tile_that_does_not_run_is_noted_and_not_chosen():
         return {"ms_step": 1.0, "ms": 1.0}
 
     best = tiles.Search(measure, note=notes.append, write=rows.append).best(case, "step", CPU, {})
-    assert best.registers == 96
+    assert best.registers == 168
     assert notes
     assert all("out of resources" in note for note in notes)
     assert all(row["tile"][4] != 128 and row["sweep"] == "step" and row["shape"] == case.shape for row in rows)

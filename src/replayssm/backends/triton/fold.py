@@ -30,12 +30,11 @@ from replayssm.backends.triton.formats import (
     store_blocks,
     store_state,
 )
-from replayssm.backends.triton.gates import fall, load_or
+from replayssm.backends.triton.gates import load_or
 from replayssm.backends.triton.tile import (
     between,
     column_of,
     cut,
-    exact,
     halves,
     product,
     product_of_terms,
@@ -83,20 +82,20 @@ def add_block(parts, key, value, weight, decay, key_scale, first, length, p, col
     g = load_or(decay, e, live, 0.0)
     later = load_or(decay, e + 1, e + 1 < last, 0.0)
     u = v.to(tl.float32) * (factor * tl.exp(tl.cumsum(later, 0, reverse=True)))[:, None]
-    left = tl.exp(tl.sum(g, 0))
+    fall = tl.exp(tl.sum(g, 0))
     C: tl.constexpr = S.C
     written = turned(cut(u, S))
     after = ()
     for two in tl.static_range(C // 2):
         keys = load_two(key, e, live, two, columns, S)
         for half in tl.static_range(2):
-            after = after + (parts[2 * two + half] * left + product_of_terms(written, cut(keys[half], S), S),)
+            after = after + (parts[2 * two + half] * fall + product_of_terms(written, cut(keys[half], S), S),)
     return after
 
 
 @triton.jit
 def load_two(pointer, e, live, two, columns, S: tl.constexpr):
-    """Rows e of keys, or of their decays, in the parts 2·two and 2·two + 1 [E, BK], zero outside."""
+    """Rows e of keys in the parts 2·two and 2·two + 1 [E, BK], zero outside."""
     if S.BK == 8:
         wide = pair_columns(two, S)
         inside = live[:, None] & (wide < S.K)[None, :]
@@ -119,71 +118,31 @@ def wide_terms(x, S: tl.constexpr):
 
 
 @triton.jit
-def decayed_keys(key, channels, first, length, columns, S: tl.constexpr):
-    """Keys of sixteen entries whose decays are per channel, and k_i·k_j e^(Σ g over j < m ≤ i) for j < i.
-
-    Keys are C parts [16, 8]: what a state before the entries is read with, and what it is after them written with; then
-    what it falls to. For pairs see ``tile.pairs_by_channel``: sums of log-decays are products with masks here as well.
-    """
-    i = tl.arange(0, 16)
-    e = first + i
-    at, m = i[:, None], i[None, :]
-    C: tl.constexpr = S.C
-    scores = tl.full([16, 16], 0.0, tl.float32)
-    reads, writes, falls = (), (), ()
-    for two in tl.static_range(C // 2):
-        factors = ()
-        keys = load_two(key, e, e < length, two, columns, S)
-        decays = load_two(channels, e, e < length, two, columns, S)
-        for half in tl.static_range(2):
-            k, g = keys[half].to(tl.float32), decays[half]
-            terms = cut(g, S)
-            for level in tl.static_range(4):
-                begin = ((at >> level) | 1) << level
-                passed = tl.where(((at >> level) & 1) == 1, (m >= begin) & (m <= at), (m > at) & (m < begin))
-                factors = factors + (k * fall(product_of_terms((exact(passed, S),), terms, S), S),)
-            reads = reads + (k * fall(product_of_terms((exact(m <= at, S),), terms, S), S),)
-            writes = writes + (k * fall(product_of_terms((exact(m > at, S),), terms, S), S),)
-            falls = falls + (fall(tl.sum(g, 0, keep_dims=True), S),)
-        for level in tl.static_range(4):
-            x = wide_terms(paired(factors[level], factors[4 + level]), S)
-            y = wide_terms(paired(factors[level], factors[4 + level], True), S)
-            scores += tl.where(((at ^ m) >> level) == 1, product_of_terms(x, y, S), 0.0)
-    return (reads, writes, falls), scores
-
-
-@triton.jit
-def solution(key, weight, decay, channels, key_scale, first, length, columns, S: tl.constexpr):
+def solution(key, weight, decay, key_scale, first, length, S: tl.constexpr):
     """What sixteen entries of a head make of each other under the delta rule, for all tiles of its state.
 
     Returns ((I + A)⁻¹ − I)ᵀ as terms, A_ij = β_i k_i·k_j e^(Σ g over j < m ≤ i) below the diagonal, by substitution;
     what the state before them is read with (scale and decay of each key), β, what the written values get (scale, decay
-    of the entries behind), what the state falls to, and keys with their decays where those are per channel.
+    of the entries behind), and what the state falls to.
     """
     i = tl.arange(0, 16)
     e = first + i
     live = e < length
-    wide = tl.arange(0, S.KP)[None, :]
-    inside = live[:, None] & (wide < S.K)
-    k = tl.load(key + e[:, None] * S.K + wide, mask=inside, other=0.0)
+    columns = tl.arange(0, S.KP)[None, :]
+    k = tl.load(key + e[:, None] * S.K + columns, mask=live[:, None] & (columns < S.K), other=0.0)
     beta = tl.load(weight + e, mask=live, other=0.0)
     scale = load_or(key_scale, e, live, 1.0)
+    g = load_or(decay, e, live, 0.0)
     path = i[None, :] <= i[:, None]
-    if channels is None:
-        g = load_or(decay, e, live, 0.0)
-        scores = product(k, tl.trans(k), S) * tl.exp(between(g, path, path, i >= 0, S))
-        on_state = scale * tl.exp(tl.sum(tl.where(path, g[None, :], 0.0), 1))
-        on_written = scale * tl.exp(tl.sum(tl.where(path, 0.0, g[None, :]), 1))
-        keys = (), (), tl.exp(tl.sum(g, 0))
-    else:
-        on_state, on_written = scale, scale
-        keys, scores = decayed_keys(key, channels, first, length, columns, S)
-    takes = tl.where(i[None, :] < i[:, None], scores * scale[None, :] * (beta * scale)[:, None], 0.0)
+    scores = product(k, tl.trans(k), S) * tl.exp(between(g, path, path, i >= 0, S)) * scale[None, :]
+    takes = tl.where(i[None, :] < i[:, None], scores * (beta * scale)[:, None], 0.0)
     unit = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     inverse = unit
     for t in tl.static_range(15):
         inverse -= column_of(takes, t) * row_of(inverse, t)
-    return turned(cut(inverse - unit, S)), on_state, beta, on_written, keys
+    along = tl.sum(tl.where(path, g[None, :], 0.0), 1)
+    later = tl.sum(tl.where(path, 0.0, g[None, :]), 1)
+    return turned(cut(inverse - unit, S)), scale * tl.exp(along), beta, scale * tl.exp(later), tl.exp(tl.sum(g, 0))
 
 
 @triton.jit
@@ -193,28 +152,24 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
     Two products with the state's columns, one on either side. Tensor cores cut off where they add, and a state would
     remember it: so sums over a row are added up by sixteen columns, and what stays of a value is not multiplied by one.
     """
-    inverse, on_state, beta, on_written, keys = solved
-    reads, writes, falls = keys
+    inverse, on_state, beta, on_written, fall = solved
     C: tl.constexpr = S.C
     e = first + tl.arange(0, 16)
     live = e < length
-    BY_CHANNEL: tl.constexpr = len(reads) > 0
-    if not BY_CHANNEL:
-        for two in tl.static_range(C // 2):
-            reads = reads + load_two(key, e, live, two, columns, S)
-        writes = reads
+    keys = ()
+    for two in tl.static_range(C // 2):
+        keys = keys + load_two(key, e, live, two, columns, S)
     v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
     seen = tl.full([S.BP, 16], 0.0, tl.float32)
     for two in tl.static_range(C // 2):
         state = wide_terms(paired(parts[2 * two], parts[2 * two + 1]), S)
-        seen += product_of_terms(state, wide_terms(paired(reads[2 * two], reads[2 * two + 1], True), S), S)
+        seen += product_of_terms(state, turned(wide_terms(paired(keys[2 * two], keys[2 * two + 1]), S)), S)
     brought = beta[None, :] * (tl.trans(v).to(tl.float32) - seen * on_state[None, :])
     values = brought + product_of_terms(cut(brought, S), inverse, S)
     written = cut(values * on_written[None, :], S)
     after = ()
     for part in tl.static_range(C):
-        left = falls[part] if BY_CHANNEL else falls
-        after = after + (parts[part] * left + product_of_terms(written, cut(writes[part], S), S),)
+        after = after + (parts[part] * fall + product_of_terms(written, cut(keys[part], S), S),)
     return after
 
 
@@ -222,20 +177,20 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
 def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S: tl.constexpr):
     """Advance a state, C parts [BP, BK], by entry e: the recurrence as it is written, in float32.
 
-    Two multiply-adds an element beside its decay. For checkpoints with scales, and for decays per channel where a
-    window has more than the sixteen entries whose decayed keys registers hold.
+    Two multiply-adds an element beside its decay. For decays per channel, where blocks of sixteen entries on tensor
+    cores took 1.8 times as long (their decayed keys do not fit into registers), and for checkpoints with scales.
     """
     C: tl.constexpr = S.C
     v = tl.load(value + e * S.P + p, mask=p < S.P, other=0.0).to(tl.float32)
     weight_now = tl.load(weight + e)
-    left = 1.0 if decay is None else tl.exp(tl.load(decay + e))
+    fall = 1.0 if decay is None else tl.exp(tl.load(decay + e))
     scale = 1.0 if key_scale is None else tl.load(key_scale + e)
     seen = tl.full([S.BP, S.BK], 0.0, tl.float32)
     decayed, keys = (), ()
     for part in tl.static_range(C):
         wide = columns[part] < S.K
         k = tl.load(key + e * S.K + columns[part], mask=wide, other=0.0).to(tl.float32)[None, :]
-        s = parts[part] * left
+        s = parts[part] * fall
         if channels is not None:
             s *= tl.exp(tl.load(channels + e * S.K + columns[part], mask=wide, other=0.0))[None, :]
         seen += s * k
@@ -361,8 +316,7 @@ def fold_kernel(
         solved = ()
         if SOLVES:
             for n in tl.static_range(BLOCKS):
-                first = n * 16
-                solved = solved + (solution(key, weight, decay, channels, key_scale, first, length, columns, S),)
+                solved = solved + (solution(key, weight, decay, key_scale, n * 16, length, S),)
         most = tl.full([S.BP, S.BK], 0.0, tl.float32)
         first_tile = item % (tiles // TOGETHER)
         for tile in tl.range(first_tile, first_tile + TOGETHER, num_stages=1):
@@ -372,8 +326,7 @@ def fold_kernel(
             parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)
             if SOLVES:
                 for n in tl.static_range(BLOCKS):
-                    # What does not change from tile to tile leaves the loop only where nothing is asked.
-                    if n == 0 or n * 16 < length:
+                    if n * 16 < length:
                         parts = solve_block(parts, solved[n], key, value, n * 16, length, p, columns, S)
             elif S.update == "add" and not TYPES.channels:
                 for first in tl.range(0, length, S.BE, num_stages=1):

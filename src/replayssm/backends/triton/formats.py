@@ -102,17 +102,14 @@ def apart(x):
 
 
 @triton.jit
-def paired(a, b, TURNED: tl.constexpr = False):
-    """Two parts [R, 8] as the tile [R, 16] that they come from, or as its transpose.
+def paired(a, b):
+    """Two parts [R, 8] as the tile [R, 16] that they come from.
 
     What a thread has is then what tensor cores take from it, as the compiler sees joined tiles, and nothing moves.
     """
     R: tl.constexpr = a.shape[0]
     both = tl.reshape(tl.join(a, b), [R, 4, 2, 2])
-    if TURNED:
-        return tl.reshape(tl.permute(both, (1, 3, 2, 0)), [16, R])
-    else:
-        return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [R, 16])
+    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [R, 16])
 
 
 # Codes as float16 ----------------------------------------------------------------------------------------------------

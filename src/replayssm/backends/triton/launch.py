@@ -112,14 +112,12 @@ class Tile:
 def tile_key(kernel: str, layout: Layout) -> str:
     """The name of a tile in a table: what a kernel's speed depends on. ``kernel`` is "step" or "fold".
 
-    A step's tile goes by what it reads, a fold's by the checkpoint and its copy, and by whether it ``walks``.
+    A step's tile goes by what it reads, a fold's by the checkpoint and its copy.
     """
     r, policy = layout.recurrence, layout.precision
     kept = [form.name for form in (policy.checkpoint_format, policy.read_format) if form is not None]
     if kernel == "step":
         kernel, kept = "decode" if layout.max_draft == 1 else "verify", kept[-1:]
-    elif walks(layout):
-        kernel = "walk"
     size = f"{layout.head_dim}x{layout.state_dim}"
     return f"{kernel}/{r.decay}/{r.update}/{size}/{'+'.join(_LONG.get(name, name) for name in kept)}"
 
@@ -158,11 +156,8 @@ def read_table(path: Path) -> dict[str, list[int]]:
 
 def walks(layout: Layout) -> bool:
     """Whether a fold takes one entry after another, each of which may read the state, instead of blocks of them."""
-    delta = layout.recurrence.update == "delta"
     plain = formats.is_plain(layout.precision.checkpoint_format.name)
-    if layout.recurrence.decay == "channel":
-        return not (delta and plain and layout.window <= 16)
-    return delta and not plain
+    return layout.recurrence.decay == "channel" or (layout.recurrence.update == "delta" and not plain)
 
 
 def decodes(layout: Layout) -> bool:
@@ -228,18 +223,20 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
             return Tile(16, columns, 1, programs=12, registers=168)
         return Tile(32, columns, 1, programs=8)
     read = layout.precision.read_format or layout.precision.checkpoint_format
+    channel = layout.recurrence.decay == "channel"
+    pair = 1 if channel or layout.heads // layout.groups % 2 else 2
     if not formats.is_plain(read.name):
         width = max(16, min(64, triton.next_power_of_2(formats.plane(read.name, layout.state_dim))))
         if least > 1:
             return Tile(least, width, min(16, max(1, least // 8)), programs=4, registers=128)
-        return Tile(32, width, 1, registers=128, stages=1, heads=2)
+        return Tile(32, width, 1, registers=128, stages=1, heads=pair)
     width = min(32, columns)
     if least > 1:
         return Tile(least, width, max(1, least // 16), programs=2, registers=128, stages=1)
     if read.name != "fp32":
-        return Tile(32, width, 1, registers=128, stages=1, heads=2)
-    if layout.recurrence.update == "add" and layout.recurrence.decay != "channel":
-        return Tile(16, width, 1, programs=12, registers=168, stages=1, heads=1 if layout.head_dim % 32 else 2)
+        return Tile(32, width, 1, registers=128, stages=1, heads=pair)
+    if layout.recurrence.update == "add" and not channel:
+        return Tile(16, width, 1, programs=12, registers=168, stages=1, heads=1 if layout.head_dim % 32 else pair)
     return Tile(16, width, 1, registers=128)
 
 
