@@ -35,21 +35,31 @@ def scores_by_channel(
     """Where each channel has its decay: raw scores of the entries' keys with q and k [BE] each, and q, k [KP] as probes
     of the checkpoint. The new token's decay is appended too.
 
-    Entries are taken from the last one on, as the compiler adds up from the first one on.
+    Entries are taken sixteen at once as far as there are any, and from the last one on, as the compiler adds up from
+    the first one on.
     """
     wide = columns < S.K
-    order = S.BE - 1 - e
-    at = order[:, None] * S.K + columns[None, :]
-    keys = tl.load(key + at, mask=(order < known)[:, None] & wide[None, :], other=0.0)
-    later = tl.load(past + S.K + at, mask=(order + 1 < known)[:, None] & wide[None, :], other=0.0)
-    first = tl.load(past + columns, mask=wide & (known > 0), other=0.0)
     g = channel_gates(inputs, strides, token, wide & live, head, columns, low, high, S)
     tl.store(past + known * S.K + columns, g, mask=wide & live)
-    total = tl.sum(later, 0) + first
-    decayed = keys.to(tl.float32) * fall(tl.cumsum(later, 0), S)
-    near, far = fall(g, S), fall(g + total, S)
-    score_q, score_k = tl.sum(decayed * (q * near)[None, :], 1), tl.sum(decayed * (k * near)[None, :], 1)
-    return tl.gather(score_q, order, 0), tl.gather(score_k, order, 0), q * far, k * far
+    near = fall(g, S)
+    order = 15 - tl.arange(0, 16)
+    score_q, score_k = e * 0.0, e * 0.0
+    since = g * 0.0
+    for back in tl.static_range(S.BE // 16):
+        begin = S.BE - 16 - 16 * back
+        if begin < known:
+            place = begin + order
+            at = place[:, None] * S.K + columns[None, :]
+            keys = tl.load(key + at, mask=(place < known)[:, None] & wide[None, :], other=0.0)
+            later = tl.load(past + S.K + at, mask=(place + 1 < known)[:, None] & wide[None, :], other=0.0)
+            decayed = keys.to(tl.float32) * fall(tl.cumsum(later, 0) + since[None, :], S)
+            since += tl.sum(later, 0)
+            found_q, found_k = tl.sum(decayed * (q * near)[None, :], 1), tl.sum(decayed * (k * near)[None, :], 1)
+            here = e // 16 * 16 == begin
+            score_q = tl.where(here, tl.gather(found_q, 15 - e % 16, 0), score_q)
+            score_k = tl.where(here, tl.gather(found_k, 15 - e % 16, 0), score_k)
+    far = fall(g + since + tl.load(past + columns, mask=wide & (known > 0), other=0.0), S)
+    return score_q, score_k, q * far, k * far
 
 
 @triton.jit
