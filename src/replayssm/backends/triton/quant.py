@@ -35,13 +35,24 @@ def below(bits, fraction):
 
 @triton.jit
 def round_stochastic(x, bits, DTYPE: tl.constexpr):
-    """Round float32 to one of its two neighbours in a 16-bit dtype, in expectation x; saturates, keeps NaN and inf."""
-    magnitude = tl.abs(x)
-    nearest = magnitude.to(DTYPE)
-    under = nearest.to(tl.int16, bitcast=True) - (nearest.to(tl.float32) > magnitude).to(tl.int16)
-    low = under.to(DTYPE, bitcast=True).to(tl.float32)
-    high = (under + 1).to(DTYPE, bitcast=True).to(tl.float32)
-    up = below(bits, tl.div_rn(magnitude - low, high - low)).to(tl.int16)
-    sign = (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int16) << 15
-    rounded = ((under + up) | sign).to(DTYPE, bitcast=True)
-    return tl.where(magnitude < float("inf"), rounded, x.to(DTYPE))
+    """Round float32 to one of its two neighbours in a 16-bit dtype, in expectation x; saturates, keeps NaN and inf.
+
+    Without a division: the code below |x| and the share of a step that is left over are digits of |x|, in bfloat16 as
+    they stand, in float16 counted in units of its last digit, which below 2^-14 is 2^-24.
+    """
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if tl.bfloat16 == DTYPE:
+        TOP: tl.constexpr = 0x7F7F
+        code = magnitude >> 16
+        up = bits.to(tl.float32) < (magnitude << 16).to(tl.uint32, bitcast=True).to(tl.float32)
+    else:
+        TOP: tl.constexpr = 0x7BFF
+        exponent = tl.maximum(magnitude & 0x7F800000, 113 << 23)
+        units = tl.abs(x) * ((132 << 23) - exponent + (132 << 23)).to(tl.float32, bitcast=True)
+        near = units + 8388608.0
+        over = (near - 8388608.0 > units).to(tl.int32)
+        code = near.to(tl.int32, bitcast=True) + (exponent >> 13) - ((150 << 23) + (113 << 10)) - over
+        up = below(bits, units - (near - 8388608.0) + over.to(tl.float32))
+    code = tl.minimum(code + up.to(tl.int32), TOP) | ((x.to(tl.int32, bitcast=True) >> 16) & 0x8000)
+    rounded = code.to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.where(magnitude < 0x7F800000, rounded, x.to(DTYPE))
