@@ -17,15 +17,18 @@ def test_the_default_run():
     plain = {Case(s, b, 16 if s in KDA_SHAPES else 32) for s in SHAPES for b in (512, 256, 64, 16, 1)}
     verify = {Case(s, b, w, t, n) for s in SHAPES for b in (256, 64) for w, t, n in ((32, 4, 3), (48, 8, 5))}
     policies = ("fp16sr", "fp32+fp8", "fp32+nvfp4", "fp16sr+nvfp4", "fp32+int8")
-    low = {Case(s, 256, 32, precision=policy) for s in SHAPES for policy in policies}
+    low = {Case(s, 256, 16 if s in KDA_SHAPES else 32, precision=policy) for s in SHAPES for policy in policies}
+    low |= {Case(s, 256, 48, 8, 5, precision="fp32+fp8") for s in SHAPES}
     assert len(SHAPES) == 5
     assert set(cases) == plain | verify | low
-    assert len(cases) == len(set(cases)) == 70
+    assert len(cases) == len(set(cases)) == 75
 
 
 def test_choices_take_from_the_default_run():
     assert names() == [case.name for case in default_cases("cuda")]
-    assert names(shapes=["kda-32"], drafts=[8]) == [f"kda-32x128x128/b{b}/t5of8/w48/fp32" for b in (256, 64)]
+    assert names(shapes=["kda-32"], drafts=[8]) == [
+        f"kda-32x128x128/b{end}" for end in ("256/t5of8/w48/fp32", "64/t5of8/w48/fp32", "256/t5of8/w48/fp32+fp8")
+    ]
     assert names(recurrences=["gdn"], parts=["nvfp4"]) == [
         f"gdn-64x128x128/b256/t1/w32/{policy}" for policy in ("fp32+nvfp4", "fp16sr+nvfp4")
     ]

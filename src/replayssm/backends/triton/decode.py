@@ -1,8 +1,8 @@
-"""The step for one token a row, without tensor cores: a reading of the state and little else.
+"""The step for one token a row: a reading of the state and little else.
 
 Same arithmetic as ``step``, arranged for speed. What a program's heads share, and all that depends on the heads alone
-(q and k, the scores and decays of the entries), is computed once; then only rows of the state go by, in C parts of BK
-columns whose products are added up in registers and summed across threads once.
+(q and k, the scores and decays of the entries), is computed once; then only rows of the state and of the entries'
+values go by. Sums over them are in ``reading``.
 """
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
@@ -178,7 +178,7 @@ def decode_kernel(
     q_scale, k_scale = unit_scales(tl.sum(q * q, 0), tl.sum(k * k, 0), S)
     own = tl.sum(q * k, 0) * q_scale * k_scale
     if layer.channels is None:
-        score_q, score_k = scores_of(key, at_q, at_k, e, known, S)
+        score_q, score_k = scores_of(key, at_q, at_k, e, known, live, S)
         far_q, far_k = q, k
     else:
         score_q, score_k, far_q, far_k = scores_by_channel(

@@ -40,8 +40,8 @@ def columns_summed(sums, EACH: tl.constexpr):
 
 
 @triton.jit
-def scores_of(key, q, k, e, known, S: tl.constexpr):
-    """Raw scores of the entries' keys with q and k, from where those are stored: [BE] each."""
+def scores_of(key, q, k, e, known, live, S: tl.constexpr):
+    """Raw scores of the entries' keys with q and k, from where those are stored if ``live``: [BE] each."""
     BITS: tl.constexpr = q.dtype.element_ty.primitive_bitwidth
     WIDE: tl.constexpr = min(512 // BITS, S.KP)
     PIECES: tl.constexpr = S.KP // WIDE
@@ -52,8 +52,8 @@ def scores_of(key, q, k, e, known, S: tl.constexpr):
         columns = piece * WIDE + at
         inside = columns < S.K
         keys = keys + (tl.load(key + e[:, None] * S.K + columns, mask=(e < known)[:, None] & inside, other=0.0),)
-        from_q = tl.load(q + n * 0 + columns, mask=(n == 0) & inside, other=0.0)
-        from_k = tl.load(k + n * 0 + columns, mask=(n == 1) & inside, other=0.0)
+        from_q = tl.load(q + n * 0 + columns, mask=(n == 0) & inside & live, other=0.0)
+        from_k = tl.load(k + n * 0 + columns, mask=(n == 1) & inside & live, other=0.0)
         reads = reads + (tl.where(n == 0, from_q, from_k),)
     RUN: tl.constexpr = 32 // BITS
     found = tl.full([S.BE, 8], 0.0, tl.float32)
