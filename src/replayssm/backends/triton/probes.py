@@ -15,7 +15,9 @@ import triton.language as tl
 
 from replayssm.backends.triton.formats import columns_of, plane, planes
 from replayssm.backends.triton.gates import fall, gates, load_or
+from replayssm.backends.triton.reading import power_of_two
 from replayssm.backends.triton.tile import (
+    as_float16,
     halved,
     parts_of,
     piled,
@@ -54,11 +56,30 @@ def queries_and_keys(inputs, strides, at, wide, readers, KEYS_READ: tl.constexpr
 
 
 @triton.jit
+def probes_of(pieces, sizes, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.constexpr):
+    """What reads, in pieces [M, BK], as terms of products with the state, and what those are to be multiplied by, [M].
+
+    For float16 (``tile.state_terms``) a row is brought to where the largest of its ``sizes`` [N, M], no less than any
+    of its numbers, is 2^14 or more: a number loses its last digits, or 2^-39 of that.
+    """
+    unit, back = 1.0, 1.0
+    if as_float16(S.read):
+        unit, back = power_of_two(sizes)
+    probes = ()
+    for n in tl.static_range(len(pieces)):
+        x = pieces[n]
+        if as_float16(S.read):
+            x = x.to(tl.float32) * unit[:, None]
+        probes = probes + (turned(state_terms(x, ACT, PROBE, S)),)
+    return probes, back
+
+
+@triton.jit
 def probes_of_group(inputs, strides, group, key, to, readers, known, KEYS_READ: tl.constexpr, S: tl.constexpr):
     """Where a head has one decay: a tuple of
 
-    the C pieces of x as terms of a product with the state, scores with the tokens' keys [M, J], with the entries' keys
-    (blocks [16, M]), squared lengths of what reads [M] and of the keys [J]. The keys are appended (``to``).
+    the C pieces of x as ``probes_of`` has them, with the keys of tokens as scores [M, J], with those of entries (blocks
+    [16, M]), squared lengths of what reads [M] and of the keys [J]. The keys are appended (``to``).
     """
     M: tl.constexpr = readers[0].shape[0]
     J: tl.constexpr = readers[2].shape[0]
@@ -77,15 +98,17 @@ def probes_of_group(inputs, strides, group, key, to, readers, known, KEYS_READ: 
     squares_q, squares_k = tl.full([M], 0.0, tl.float32), tl.full([J], 0.0, tl.float32)
     scores = tl.full([M, J], 0.0, tl.float32)
     old_scores = tl.full([S.BE, M], 0.0, tl.float32)
-    probes = ()
     for piece in tl.static_range(C):
         q, k = every_q[piece], every_k[piece]
         squares_q += tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)
         squares_k += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
         scores += product(q, tl.trans(k), S)
         old_scores += product(every_old[piece], tl.trans(q), S)
-        probes = probes + (turned(state_terms(q, ACT, ACT, S)),)
-    return probes, scores, blocks_of(old_scores), squares_q, squares_k
+    largest = tl.abs(every_q[0].to(tl.float32))
+    for piece in tl.static_range(1, C):
+        largest = tl.maximum(largest, tl.abs(every_q[piece].to(tl.float32)))
+    probes, back = probes_of(every_q, tl.trans(largest), ACT, ACT, S)
+    return probes, back, scores, blocks_of(old_scores), squares_q, squares_k
 
 
 @triton.jit
@@ -224,9 +247,11 @@ def probes_of_head(
             kept = kept + (tl.where(block == n, found, old_scores[n]),)
         old_scores = kept
     total = since + tl.load(channels + columns, mask=wide & (known > 0), other=0.0)
-    far = parts_of(near * fall(total, S)[None, :], S.BK)
-    probes = ()
+    far = near * fall(total, S)[None, :]
+    sizes = totals(tl.abs(far))[None, :]
+    far = parts_of(far, S.BK)
+    pieces = ()
     for piece in tl.static_range(C):
-        part = far[piece // EACH * (len(far) // PLANES) + piece % EACH]
-        probes = probes + (turned(state_terms(part, ACT, tl.float32, S)),)
-    return probes, scores, old_scores, squares, squares
+        pieces = pieces + (far[piece // EACH * (len(far) // PLANES) + piece % EACH],)
+    probes, back = probes_of(pieces, sizes, ACT, tl.float32, S)
+    return probes, back, scores, old_scores, squares, squares

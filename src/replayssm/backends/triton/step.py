@@ -258,7 +258,7 @@ def step_kernel(
             high,
             S,
         )
-    probes, scores, old_scores, asks_squares, squares = group_reads
+    probes, back, scores, old_scores, asks_squares, squares = group_reads
     # Scales and a head's decay go on afterwards, to a few numbers instead of to the state.
     q_scale, k_scale = unit_scales(asks_squares, squares, S)
     scale = tl.where(is_k, k_scale, q_scale) if KEYS_READ else q_scale
@@ -292,7 +292,7 @@ def step_kernel(
             reach = reach + (cut(on_entries, S),)
         now = scores if layer.decay is None else scores * tl.exp(between(g, path, line, is_k, S))
         response = turned(cut(sixteen(responses(now, beta, j, is_k, S)), S))
-        distant = tl.exp(total + along) * scale
+        distant = tl.exp(total + along) * (scale * back)
         tl.store(layer.weight + where * strides.weight + head * W + place, beta, mask=valid & is_k)
         if layer.decay is not None:
             tl.store(layer.decay + where * strides.decay + head * W + place, g, mask=valid & is_k)

@@ -131,11 +131,18 @@ def ordered(x, RUN: tl.constexpr):
     return tl.reshape(tl.permute(tl.reshape(x, [R, 4, BK // (4 * RUN), RUN]), [0, 2, 1, 3]), [R, BK])
 
 
+@triton.constexpr_function
+def as_float16(word):
+    """Whether steps have the elements of this format in float16."""
+    return word not in ("fp32", "bf16")
+
+
 @triton.jit
 def state_terms(x, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.constexpr):
     """Columns [R, BK] of the state, or of probes, as terms of a product of the two.
 
-    Where both are exact in one 16-bit type they go as they are, else in halves. ``ACT`` is the element type of
+    Where both are exact in one 16-bit type they go as they are. So does any state in float16: a probe, which comes in
+    float32, of a size for float16, is one term of it or two. Else they go in halves. ``ACT`` is the element type of
     activations, ``PROBE`` that of probes.
 
     Columns are ``ordered``, those of both factors, so that nothing moves between threads: in runs of as many as the
@@ -143,14 +150,17 @@ def state_terms(x, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.constexpr):
     """
     STATE_BITS: tl.constexpr = 8 * element_bytes(S.read)
     RUN: tl.constexpr = 32 // min(STATE_BITS, ACT.primitive_bitwidth)
-    EXACT: tl.constexpr = PROBE.primitive_bitwidth == 16 and (
-        S.read == "fp16" if tl.float16 == PROBE else S.read != "fp16" and S.read != "fp32"
-    )
     x = ordered(x, RUN)
     if S.dot == "interpret":
         return (x.to(tl.float32),)
-    elif EXACT:
-        return (x.to(PROBE),)
+    elif as_float16(S.read):
+        high = x.to(tl.float16)
+        if x.dtype == tl.float16 or PROBE.primitive_bitwidth == 16:
+            return (high,)
+        else:
+            return high, (x - high.to(tl.float32)).to(tl.float16)
+    elif S.read == "bf16" and tl.bfloat16 == PROBE:
+        return (x,)
     elif x.dtype == tl.float32:
         return halves(x)
     else:
