@@ -10,13 +10,13 @@ import torch
 
 from replayssm import ReplayCache, ReplayError, Rows, conv_step, step
 from replayssm.bench.snapshots import SnapshotCache
-from support.interpreter import patch_loops, run_interpreted
+from support.interpreter import run_interpreted
 from support.makers import generator, layout_of, random_inputs, random_state
 from support.model import conv_layout
 
 INTERPRETED = bool(os.environ.get("REPLAYSSM_INTERPRET"))
 if INTERPRETED:
-    patch_loops()
+    import support.interpreting  # noqa: F401
 
 
 @pytest.mark.parametrize("draft", [1, 3])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import support.interpreting  # noqa: F401
 from replayssm import Precision
 from replayssm.drift.kernel import GRIDS, walk
 from replayssm.drift.loop import Loop, Tokens, walk_torch

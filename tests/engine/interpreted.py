@@ -7,12 +7,10 @@ import torch
 from engine_tiny import Oracle, engine, lengthy, prompts, texts, tiny
 from transformers_tiny import prompt, whole
 
+import support.interpreting  # noqa: F401
 from replayssm.engine import Params, PromptLookup
 from replayssm.engine.packed import Row
 from replayssm.engine.runner import Runner, settings_of
-from support.interpreter import patch_loops
-
-patch_loops()
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])

@@ -9,6 +9,7 @@ import torch
 from engine_tiny import SERVED, tiny
 from torch import nn
 
+import support.interpreting  # noqa: F401
 from replayssm.engine.binding import unbind
 from replayssm.engine.fuse import fuse
 from replayssm.engine.packed import running

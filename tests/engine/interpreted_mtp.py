@@ -8,6 +8,8 @@ import torch
 from engine_tiny import engine, lengthy, prompts, texts, tiny
 from test_mtp import Recording, head_of, naive
 
+import support.interpreting  # noqa: F401
+
 
 @pytest.mark.parametrize("branches", [(1,), (2, 1)], ids=["chain", "tree"])
 def test_drafts(branches: tuple[int, ...]) -> None:

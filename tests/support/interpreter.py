@@ -16,16 +16,3 @@ def run_interpreted(path: Path, *, select: str = "") -> None:
     command = [sys.executable, "-m", "pytest", *options, str(path)]
     done = subprocess.run(command, env=environment, cwd=tests.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-def patch_loops() -> None:
-    """Loop bounds that are tensors need this with numpy 2.4 and later, which does not turn [n] into n."""
-    import triton.runtime.interpreter as interpreter
-
-    before = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: object) -> None:
-        before(tensor, scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
-
-    interpreter._patch_lang_tensor = patched

@@ -5,12 +5,12 @@ Run by ``test_interpreter`` in a process of its own, because the interpreter is 
 
 from __future__ import annotations
 
-import interpreting  # noqa: F401
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+import support.interpreting  # noqa: F401
 from replayssm import Precision, ReplayCache, ReplayError, Rows, precision, step
 from replayssm.backends.triton.launch import Tile
 from replayssm.backends.triton.tile import halves
@@ -25,10 +25,10 @@ def test_decode(name: str) -> None:
     model = Model(name, layout_of(name, torch.float32, **{**SMALL, "window": 3, "max_draft": 1}), 1, 3)
     model.load([0, 1, 2], phase=[0, 1, 0])
     for number in range(4):
-        model.step([2, -1, 0], [1, 1, 1])
+        model.step([2, -1, 0, -1], [1, 1, 1, 0], extra=0)  # the last row's tokens would begin where the inputs end
         if number == 1:
             model.again()
-        model.commit([1, 0, 1])
+        model.commit([1, 0, 1, 0])
     model.cache.check()
     model.check()
 
@@ -38,8 +38,8 @@ def test_verify_chains_and_trees_with_a_convolution(name: str) -> None:
     layout = conv_layout(layout_of(name, torch.float32, **{**SMALL, "window": 6, "max_draft": 4}))
     model = Model(name, layout, 1, 3)
     model.load([0, 1, 2])
-    model.step([2, -1, 0], [4, 1, 2])
-    model.commit([3, 0, 2])
+    model.step([2, -1, 0, -1], [4, 1, 2, 0], extra=0)
+    model.commit([3, 0, 2, 0])
     model.step([2, -1, 0], [4, 1, 4], parents=[-1, 0, 0, 2, -1, -1, 0, -1, 1])
     model.commit([2, 0, 3], ends=[2, -1, 3])
     model.check()

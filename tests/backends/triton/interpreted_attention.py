@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import support.interpreting  # noqa: F401
 from replayssm.backends.triton.attention import Table, attend, keep, write
-from support.interpreter import patch_loops
 
-patch_loops()
 SLOTS, PLACES = 5, 160
 TREE = [-1, 0, 0, 1, 1, 3]
 # slot, committed tokens, parents of the new ones; a padding row among them, another one behind

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import interpreting  # noqa: F401
 import pytest
 from format_checks import NAMES, PRESETS, check_round_trip, check_walk, small, written
 
+import support.interpreting  # noqa: F401
 from replayssm import Precision, ReplayCache
 
 # numpy warns where a NaN or an infinity is meant.
