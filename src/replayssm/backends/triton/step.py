@@ -270,7 +270,9 @@ def step_kernel(
     begin = chunk * each
     end = tl.minimum(begin + each, S.share * blocks)
     here = shared + begin // blocks
-    last = shared + (tl.where(live, end, begin) + blocks - 1) // blocks
+    # Of a row that is not there no tile is read, nor the rest of a head that a chunk begins within.
+    stop = tl.where(live, end, begin)
+    last = shared + (stop + blocks - 1) // blocks
     stored = entries_of(layer, strides, where, here, e, known, S)
     g, beta = head_gates(inputs, gate_inputs(inputs, token_strides, token, valid, here), valid, low, high, S)
     weight_of_entry, total = reach_of(stored, e, known)
@@ -298,7 +300,7 @@ def step_kernel(
             tl.store(layer.decay + where * strides.decay + head * W + place, g, mask=valid & is_k)
 
         first = (head - shared) * blocks
-        for block in tl.range(tl.maximum(begin - first, 0), tl.minimum(end - first, blocks), num_stages=S.stages):
+        for block in tl.range(tl.maximum(begin - first, 0), tl.minimum(stop - first, blocks), num_stages=S.stages):
             p = block * S.BP + tl.arange(0, S.BP)
             inside = p < S.P
             rows_inside = None if S.P % S.BP == 0 else inside
