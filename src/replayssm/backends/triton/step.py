@@ -23,6 +23,8 @@ from replayssm.backends.triton.probes import blocks_of, probes_of_group, probes_
 from replayssm.backends.triton.tile import (
     accumulate,
     ancestors,
+    apart,
+    beside,
     between,
     column_of,
     cut,
@@ -151,6 +153,15 @@ def add_entries(sums, values, reach, known, S: tl.constexpr):
 
 
 @triton.jit
+def queries_and_keys(x, APART: tl.constexpr):
+    """Columns of queries and columns of keys of x [BP, M]; all of them twice where they are not apart."""
+    if APART:
+        return apart(x)
+    else:
+        return x, x
+
+
+@triton.jit
 def responses(now, beta, j, is_k, S: tl.constexpr):
     """What outputs and written values get of what the tokens bring: Z [M, J], of a written value beside its own.
 
@@ -231,6 +242,14 @@ def step_kernel(
     path = line
     if not KEYS_READ:
         path, _ = ancestors(batch.parents, start, tl.where(live, count, 0), asks, t, S)
+    # Keys as columns of what they see and bring: without the queries' where either has a product's eight for itself.
+    APART: tl.constexpr = KEYS_READ and S.BT >= 8
+    own = S.BT + tl.arange(0, S.BT) if APART else j
+    own_valid = (own >= S.BT) & (own % S.BT < count) & live
+    own_token = start.to(tl.int64) + own % S.BT
+    own_place = length + own % S.BT
+    result_valid = own_valid if APART else asks_valid & asks_q
+    result_token = own_token if APART else asks_token
     e = tl.arange(0, S.BE)
     key = layer.key + where * strides.key + group * W * K
     channels = None if layer.channels is None else layer.channels + where * strides.channels + shared * W * K
@@ -299,6 +318,7 @@ def step_kernel(
         if layer.decay is not None:
             tl.store(layer.decay + where * strides.decay + head * W + place, g, mask=valid & is_k)
 
+        own_beta = tl.gather(beta, own, 0) if APART else beta
         first = (head - shared) * blocks
         for block in tl.range(tl.maximum(begin - first, 0), tl.minimum(stop - first, blocks), num_stages=S.stages):
             p = block * S.BP + tl.arange(0, S.BP)
@@ -306,8 +326,8 @@ def step_kernel(
             rows_inside = None if S.P % S.BP == 0 else inside
             old_u = values_of(value if written is None else written, p, known, S)
             at_v = head * S.P + p[:, None]
-            brought = (valid & is_k)[None, :] & inside[:, None]
-            v = tl.load(inputs.v + (token * token_strides.v)[None, :] + at_v, mask=brought, other=0.0)
+            brought = own_valid[None, :] & inside[:, None]
+            v = tl.load(inputs.v + (own_token * token_strides.v)[None, :] + at_v, mask=brought, other=0.0)
             sums = no_sums(S.BP, M)
             for part in tl.static_range(C // PLANES):
                 found = read_state(layer, strides, where, head * S.P + p, rows_inside, part, S.BK, S)
@@ -319,19 +339,19 @@ def step_kernel(
             sums = add_entries((seen, no_sums(S.BP, M)[0], no_sums(S.BP, M)[0]), old_u, reach, known, S)
             if lower is not None:
                 sums = add_entries(sums, values_of(lower, p, known, S), reach, known, S)
-            seen = sums[0] + (sums[1] + sums[2])
+            seen, held = queries_and_keys(sums[0] + (sums[1] + sums[2]), APART)
+            brings = v
             if S.update == "delta":
-                brings = beta[None, :] * (v.to(tl.float32) - seen)
-                found = product_of_terms(cut(sixteen(brings), S), response, S)
-            else:
-                found = product_of_terms(cut(sixteen(v), S), response, S)
-            mask = (asks_valid & asks_q)[None, :] & inside[:, None]
+                brings = own_beta[None, :] * (v.to(tl.float32) - held)
+            every = beside(tl.zeros_like(brings), brings) if APART else brings
+            found, more = queries_and_keys(product_of_terms(cut(sixteen(every), S), response, S), APART)
             result = (seen + found).to(out.dtype.element_ty)
-            tl.store(out + (asks_token * S.H * S.P)[None, :] + at_v, result, mask=mask)
-            tl.store(value + place[None, :] * S.P + p[:, None], v, mask=brought)
+            mask = result_valid[None, :] & inside[:, None]
+            tl.store(out + (result_token * S.H * S.P)[None, :] + at_v, result, mask=mask)
+            tl.store(value + own_place[None, :] * S.P + p[:, None], v, mask=brought)
             if written is not None:
-                values = tl.trans(brings + found)
-                store_written(written, lower, scales, place[:, None], p[None, :], values, tl.trans(brought), S)
+                values = tl.trans(brings + more)
+                store_written(written, lower, scales, own_place[:, None], p[None, :], values, tl.trans(brought), S)
         g, beta = head_gates(inputs, raw, valid, low, high, S)
         weight_of_entry, total = reach_of(stored, e, known)
 

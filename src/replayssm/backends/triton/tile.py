@@ -180,14 +180,20 @@ def column_of(x, at: tl.constexpr):
 
 
 @triton.jit
+def beside(left, right):
+    """Two tiles [R, N] as one [R, 2N], which ``apart`` takes apart."""
+    both = tl.permute(tl.join(left, right), (0, 2, 1))
+    return tl.reshape(both, [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
 def sixteen(x):
     """x [R, J] with zeros behind it, where J is less than the sixteen that a product adds up at least."""
     J: tl.constexpr = x.shape[1]
     if J >= 16:
         return x
     else:
-        both = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1))
-        return tl.reshape(both, [x.shape[0], 2 * J])
+        return beside(x, tl.zeros_like(x))
 
 
 @triton.jit
