@@ -49,6 +49,19 @@ def test_verify_chains_and_trees_with_a_convolution(name: str) -> None:
     model.check()
 
 
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_eight_tokens_a_row(name: str) -> None:
+    """Queries and keys are columns of a product each."""
+    model = Model(name, layout_of(name, torch.float32, **{**SMALL, "window": 12, "max_draft": 7}), 1, 2)
+    model.load([0, 1])
+    model.step([1, 0], [7, 5])
+    model.commit([4, 5])
+    model.step([0, 1], [6, 7], parents=[-1, 0, 0, 1, 3, -1, -1, 0, 1, 0, 3, 4, 5])
+    model.commit([0, 0], ends=[4, 6])
+    model.cache.check()
+    model.check()
+
+
 def test_odd_sizes() -> None:
     """Neither head_dim, state_dim nor window is a power of two; two tiles a head."""
     layout = layout_of("gdn", torch.float32, heads=2, groups=2, head_dim=20, state_dim=24, window=5, max_draft=1)

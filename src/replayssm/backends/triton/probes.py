@@ -6,7 +6,7 @@ and a head's decay go on later, to a few numbers instead of to vectors. Letters 
 
 # The language of kernels is no Python: a type checker sees constexpr records and tensors as other things.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportIndexIssue=false
 
 from __future__ import annotations
 
