@@ -133,6 +133,11 @@ class Precision:
         """How the read copy is stored; None without one."""
         return None if self.read_copy is None else FORMATS[_name(self.read_copy)]
 
+    @property
+    def steps_read(self) -> Format:
+        """How what steps read is stored: the read copy, or the checkpoint without one."""
+        return self.read_format or self.checkpoint_format
+
 
 def _name(value: torch.dtype | str) -> str:
     return value if isinstance(value, str) else _DTYPES[value]

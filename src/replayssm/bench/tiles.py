@@ -46,7 +46,7 @@ def decode_tiles(layout: Layout) -> Iterator[Tile]:
             yield Tile(p, columns, warps, programs, registers, stages)
         return
     # One warp, so that products need no other's rows; two heads of one key where there are as many.
-    wide = min(32 if formats.element_bytes(_read(layout)) > 1 else 64, columns)
+    wide = min(32 if formats.element_bytes(layout.precision.steps_read.name) > 1 else 64, columns)
     for p, programs, registers, stages, heads in (
         (16, 16, 128, 1, 2),
         (16, 12, 168, 1, 2),
@@ -60,10 +60,6 @@ def decode_tiles(layout: Layout) -> Iterator[Tile]:
     ):
         yield Tile(p, wide, 1, programs, registers, stages, heads)
     yield Tile(64, wide, 4, 4, 128, 1, heads=4)
-
-
-def _read(layout: Layout) -> str:
-    return (layout.precision.read_format or layout.precision.checkpoint_format).name
 
 
 def fold_tiles(layout: Layout) -> Iterator[Tile]:

@@ -79,7 +79,7 @@ def decay_of_heads(decay, heads, e, known, S: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, S: tl.constexpr):
+def for_rows(x, S: tl.constexpr):
     """A number for each head [N] as one for each row of a tile [BP]."""
     return tl.reshape(tl.broadcast_to(x[:, None], [S.N, S.BP // S.N]), [S.BP])
 
@@ -196,8 +196,8 @@ def decode_kernel(
     factors = factors_of(reach * score_q[None, :], reach * score_k[None, :], values.dtype.element_ty, S)
     probes, back_q, back_k = probes_of(far_q, far_k, S)
     far = tl.exp(total + g)
-    far_q, far_k = rows_of(far * (q_scale * back_q), S), rows_of(far * (k_scale * back_k), S)
-    beta_of_row = rows_of(beta, S)
+    far_q, far_k = for_rows(far * (q_scale * back_q), S), for_rows(far * (k_scale * back_k), S)
+    beta_of_row = for_rows(beta, S)
 
     tl.store(weight + heads * W + length, beta, mask=first_of_chunk & every)
     if decay is not None:

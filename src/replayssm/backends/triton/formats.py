@@ -49,7 +49,7 @@ def columns_of(piece, S: tl.constexpr):
     """Columns [BK] of one of the C pieces of a row; K where there is none. Pieces of the first plane come first.
 
     In four runs, as the compiler sees it: so a thread of a step loads as many columns of a key as of a row of the state
-    (see ``tile.operand_order``).
+    (see ``tile.ordered``).
     """
     EACH: tl.constexpr = S.C // planes(S.read)
     HALF: tl.constexpr = plane(S.read, S.K)

@@ -222,7 +222,7 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
         if layout.head_dim % 32:
             return Tile(16, columns, 1, programs=12, registers=168)
         return Tile(32, columns, 1, programs=8)
-    read = layout.precision.read_format or layout.precision.checkpoint_format
+    read = layout.precision.steps_read
     channel = layout.recurrence.decay == "channel"
     pair = 1 if channel or layout.heads // layout.groups % 2 else 2
     if not formats.is_plain(read.name):
@@ -588,14 +588,14 @@ def balanced(most: int, sets: int, programs: int) -> int:
 def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, tokens: int, arch: int = 0) -> Shape:
     """The compile-time record of a launch. BE: the whole window for the step, blocks of 16 for the fold.
 
-    A step of several tokens takes columns as ``tile.operand_order`` wants them: four threads a row, sixteen bytes each.
+    A step of several tokens takes columns as ``tile.ordered`` wants them: four threads a row, sixteen bytes each.
     """
     share = 1 if layout.recurrence.decay == "channel" else layout.heads // layout.groups
     heads = 1
     while share % (2 * heads) == 0 and 2 * heads <= tile.heads:
         heads *= 2
     columns = triton.next_power_of_2(layout.state_dim)
-    read = (layout.precision.read_format or layout.precision.checkpoint_format).name
+    read = layout.precision.steps_read.name
     half = formats.plane(read, layout.state_dim)
     if tokens > 1:
         piece = max(16, min(64 // formats.element_bytes(read), triton.next_power_of_2(half)))

@@ -56,7 +56,7 @@ def queries_and_keys(inputs, strides, at, wide, readers, KEYS_READ: tl.constexpr
 
 
 @triton.jit
-def probes_of(pieces, sizes, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.constexpr):
+def scaled_probes(pieces, sizes, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.constexpr):
     """What reads, in pieces [M, BK], as terms of products with the state, and what those are to be multiplied by, [M].
 
     For float16 (``tile.state_terms``) a row is brought to where the largest of its ``sizes`` [N, M], no less than any
@@ -78,8 +78,9 @@ def probes_of(pieces, sizes, ACT: tl.constexpr, PROBE: tl.constexpr, S: tl.const
 def probes_of_group(inputs, strides, group, key, to, readers, known, KEYS_READ: tl.constexpr, S: tl.constexpr):
     """Where a head has one decay: a tuple of
 
-    the C pieces of x as ``probes_of`` has them, with the keys of tokens as scores [M, J], with those of entries (blocks
-    [16, M]), squared lengths of what reads [M] and of the keys [J]. The keys are appended (``to``).
+    the C pieces of x as ``scaled_probes`` has them and what their sums are to be multiplied by [M], scores with the
+    tokens' keys [M, J] and with the entries' (blocks [16, M]), squared lengths of what reads [M] and of the keys [J].
+    The keys are appended (``to``).
     """
     M: tl.constexpr = readers[0].shape[0]
     J: tl.constexpr = readers[2].shape[0]
@@ -107,7 +108,7 @@ def probes_of_group(inputs, strides, group, key, to, readers, known, KEYS_READ: 
     largest = tl.abs(every_q[0].to(tl.float32))
     for piece in tl.static_range(1, C):
         largest = tl.maximum(largest, tl.abs(every_q[piece].to(tl.float32)))
-    probes, back = probes_of(every_q, tl.trans(largest), ACT, ACT, S)
+    probes, back = scaled_probes(every_q, tl.trans(largest), ACT, ACT, S)
     return probes, back, scores, blocks_of(old_scores), squares_q, squares_k
 
 
@@ -253,5 +254,5 @@ def probes_of_head(
     pieces = ()
     for piece in tl.static_range(C):
         pieces = pieces + (far[piece // EACH * (len(far) // PLANES) + piece % EACH],)
-    probes, back = probes_of(pieces, sizes, ACT, tl.float32, S)
+    probes, back = scaled_probes(pieces, sizes, ACT, tl.float32, S)
     return probes, back, scores, old_scores, squares, squares

@@ -23,7 +23,6 @@ from replayssm.backends.triton.probes import blocks_of, probes_of_group, probes_
 from replayssm.backends.triton.tile import (
     accumulate,
     ancestors,
-    apart,
     beside,
     between,
     column_of,
@@ -31,6 +30,7 @@ from replayssm.backends.triton.tile import (
     no_sums,
     product_of_terms,
     row_of,
+    sides,
     sixteen,
     state_terms,
     turned,
@@ -153,10 +153,10 @@ def add_entries(sums, values, reach, known, S: tl.constexpr):
 
 
 @triton.jit
-def queries_and_keys(x, APART: tl.constexpr):
+def readers_columns(x, APART: tl.constexpr):
     """Columns of queries and columns of keys of x [BP, M]; all of them twice where they are not apart."""
     if APART:
-        return apart(x)
+        return sides(x)
     else:
         return x, x
 
@@ -340,12 +340,12 @@ def step_kernel(
             sums = add_entries((seen, no_sums(S.BP, M)[0], no_sums(S.BP, M)[0]), old_u, reach, known, S)
             if lower is not None:
                 sums = add_entries(sums, values_of(lower, p, known, S), reach, known, S)
-            seen, held = queries_and_keys(sums[0] + (sums[1] + sums[2]), APART)
+            seen, held = readers_columns(sums[0] + (sums[1] + sums[2]), APART)
             brings = v
             if S.update == "delta":
                 brings = own_beta[None, :] * (v.to(tl.float32) - held)
             every = beside(tl.zeros_like(brings), brings) if APART else brings
-            found, more = queries_and_keys(product_of_terms(cut(sixteen(every), S), response, S), APART)
+            found, more = readers_columns(product_of_terms(cut(sixteen(every), S), response, S), APART)
             result = (seen + found).to(out.dtype.element_ty)
             mask = result_valid[None, :] & inside[:, None]
             tl.store(out + (result_token * S.H * S.P)[None, :] + at_v, result, mask=mask)

@@ -181,7 +181,7 @@ def column_of(x, at: tl.constexpr):
 
 @triton.jit
 def beside(left, right):
-    """Two tiles [R, N] as one [R, 2N], which ``apart`` takes apart."""
+    """Two tiles [R, N] as one [R, 2N], which ``sides`` takes apart again."""
     both = tl.permute(tl.join(left, right), (0, 2, 1))
     return tl.reshape(both, [left.shape[0], 2 * left.shape[1]])
 
@@ -205,7 +205,7 @@ def stacked(above, below):
 
 
 @triton.jit
-def paired(rows):
+def joined(rows):
     """Each of the first half of them beside its like in the second half."""
     HALF: tl.constexpr = len(rows) // 2
     found = ()
@@ -220,22 +220,22 @@ def piled(rows):
     level = rows
     for _ in tl.static_range(8):
         if len(level) > 1:
-            level = paired(level)
+            level = joined(level)
     return tl.trans(tl.reshape(level[0], [rows[0].shape[0], len(rows)]))
 
 
 @triton.jit
-def apart(x):
+def sides(x):
     """The left half and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @triton.jit
-def each_apart(tiles):
+def sides_of_each(tiles):
     """Halves of tiles, one tile's behind another's."""
     found = ()
     for n in tl.static_range(len(tiles)):
-        left, right = apart(tiles[n])
+        left, right = sides(tiles[n])
         found = found + (left, right)
     return found
 
@@ -246,7 +246,7 @@ def parts_of(x, BK: tl.constexpr):
     level = (x,)
     for _ in tl.static_range(8):
         if level[0].shape[1] > BK:
-            level = each_apart(level)
+            level = sides_of_each(level)
     return level
 
 
@@ -260,7 +260,7 @@ def totals(x):
     found = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
     for _ in tl.static_range(8):
         if found.shape[1] > 4:
-            left, right = apart(found)
+            left, right = sides(found)
             found = left + right
     return tl.sum(found, 1)
 
