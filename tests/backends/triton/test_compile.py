@@ -108,3 +108,28 @@ def test_formats_compile_within_budget(kernel: str, preset: str, target: str) ->
     if kind == "decode" and read in CONVERSIONS:
         instruction, targets = CONVERSIONS[read]
         assert (instruction in compiled.asm["ptx"]) == (target in targets)
+
+
+@pytest.mark.parametrize("draft", [1, 4])
+@pytest.mark.parametrize("name", ["mamba2", "gdn"])
+def test_a_state_of_few_columns_compiles(name: str, draft: int) -> None:
+    """Products take sixteen columns at least, which the interpreter does not ask for."""
+    layout = Layout(*FAMILIES[name][:1], 4, 2, 3, 5, window=9, max_draft=draft)
+    for kind in ("step", "fold"):
+        _compiles(kind, name, layout)
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+def test_a_scale_for_all_of_head_dim_compiles(name: str) -> None:
+    """A program of several warps holds what an entry counts for, of one head."""
+    policy = replace(Precision.preset("float32+fp8"), buffer="fp16_scaled")
+    _compiles("step", name, Layout(*FAMILIES[name][:1], 2, 1, 20, 40, window=8, precision=policy))
+
+
+def _compiles(kind: str, name: str, layout: Layout) -> None:
+    tile = choose_tile(kind, layout, torch.device("cpu"))
+    if kind == "fold":
+        source = fold_source(layout, tile, "bf16", 90)
+    else:
+        source = step_source(layout, tile, *LAYOUTS[name][1:], False, "bf16", 90)
+    compile_for(source, "sm_90", tile.warps, tile.registers)

@@ -198,10 +198,11 @@ def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S
         keys = keys + (k,)
     if S.update == "delta":
         v -= tl.sum(seen, 1) * scale
-    u = (weight_now * scale * v)[:, None]
+    u = tl.broadcast_to((weight_now * scale * v)[:, None], [S.BP, S.BK])
     after = ()
     for part in tl.static_range(C):
-        after = after + (decayed[part] + u * keys[part],)
+        # Joined by hand: which of two products the compiler joins to a sum differs from copy to copy (I6).
+        after = after + (tl.fma(u, tl.broadcast_to(keys[part], [S.BP, S.BK]), decayed[part]),)
     return after
 
 

@@ -594,7 +594,7 @@ def make_shape(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, to
     heads = 1
     while share % (2 * heads) == 0 and 2 * heads <= tile.heads:
         heads *= 2
-    columns = triton.next_power_of_2(layout.state_dim)
+    columns = max(16, triton.next_power_of_2(layout.state_dim))
     read = layout.precision.steps_read.name
     half = formats.plane(read, layout.state_dim)
     if tokens > 1:

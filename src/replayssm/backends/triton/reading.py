@@ -166,15 +166,25 @@ def factors_of(reach_q, reach_k, VALUES: tl.constexpr, S: tl.constexpr):
         # Three terms for each head, those for k behind.
         COLUMNS: tl.constexpr = columns_for(S.update, N)
         n = tl.arange(0, COLUMNS)[:, None]
-        at = tl.broadcast_to(n // 3 % N, [COLUMNS, S.BE])
-        found = tl.gather(reach_q, at, 0)
+        found = for_columns(reach_q, n // 3 % N, COLUMNS, S)
         if S.update == "delta":
-            found = tl.where(n < 3 * N, found, tl.gather(reach_k, at, 0))
+            found = tl.where(n < 3 * N, found, for_columns(reach_k, n // 3 % N, COLUMNS, S))
         if S.dot == "interpret":
             return tl.trans(tl.where(n % 3 == 0, found, 0.0))
         else:
             terms = cut(found, S)
             return tl.trans(tl.where(n % 3 == 0, terms[0], tl.where(n % 3 == 1, terms[1], terms[2])))
+
+
+@triton.jit
+def for_columns(x, head, COLUMNS: tl.constexpr, S: tl.constexpr):
+    """The rows ``head`` [COLUMNS, 1] of x [N, BE]. One row goes to all without a gather, which Triton 3.6 cannot lower
+    for a row that several warps hold.
+    """
+    if S.N == 1:
+        return tl.broadcast_to(x, [COLUMNS, S.BE])
+    else:
+        return tl.gather(x, tl.broadcast_to(head, [COLUMNS, S.BE]), 0)
 
 
 @triton.constexpr_function
