@@ -219,7 +219,7 @@ def test_rows_are_padded_to_32(name: str) -> None:
 def test_stochastic_is_unbiased_and_takes_neighbours(name: str) -> None:
     form, times = FORMATS[name], 2048
     state = torch.randn(1, 2, 32, generator=generator(4))
-    bits = random_bits(1, 2, torch.arange(times), state.numel()).view(times, *state.shape[1:])
+    bits = random_bits(1, 2, torch.arange(times), state.numel(), 32).view(times, *state.shape[1:])
     parts = form.encode(state.expand(times, -1, -1)[:, None], bits[:, None])
     got = form.decode(parts, 32, torch.float64)[:, 0]
     low, high = got.amin(0), got.amax(0)

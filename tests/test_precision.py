@@ -58,7 +58,7 @@ def test_unbiased(dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:
         x[:64] *= 1e-30
     times = 4096
-    bits = random_bits(3, 1, torch.arange(times), 256)
+    bits = random_bits(3, 1, torch.arange(times), 256, 64)
     rounded = round_stochastic(x.expand(times, -1), dtype, bits).double()
     low, high = neighbours(x, dtype)
     sigma = (high - low).double().clamp(min=1e-45) / 2 / times**0.5
@@ -97,15 +97,32 @@ def test_denormals(dtype: torch.dtype) -> None:
 
 
 def test_bits_are_uniform_and_differ_by_seed_layer_counter_and_element() -> None:
-    base = random_bits(0, 0, counter(1, 2), 4096)
+    """Sixteen bits of them; elements that share a word, 32 columns apart, have other halves of it."""
+
+    def drawn(seed: int, layer: int, *counters: int) -> torch.Tensor:
+        return random_bits(seed, layer, counter(*counters), 4096, 128)
+
+    base = drawn(0, 0, 1, 2)
+    assert ((base & 0xFFFF) == 0xFF00).all()
+    base >>= 16
     assert base.min() >= 0
-    assert base.max() < 2**32
-    for other in (random_bits(1, 0, counter(1, 2), 4096), random_bits(0, 1, counter(1, 2), 4096), base.flip(0)):
-        assert (base == other).float().mean() < 0.01
-    assert len(base.unique()) > 8000
-    share = torch.stack([(base >> bit & 1).double().mean() for bit in range(32)])
+    assert base.max() < 2**16
+    pairs = base.view(2, 32, 2, 2, 32)
+    for other in (drawn(1, 0, 1, 2) >> 16, drawn(0, 1, 1, 2) >> 16, base.flip(0), base.roll(1, 1), base.roll(32, 1)):
+        assert (base == other).float().mean() < 0.001
+    assert abs(torch.corrcoef(pairs.movedim(3, 0).reshape(2, -1).double())[0, 1]) < 5 / 4096**0.5
+    assert len(base.unique()) > 7000
+    share = torch.stack([(base >> bit & 1).double().mean() for bit in range(16)])
     assert (share - 0.5).abs().max() < 5 * 0.5 / 8192**0.5
-    assert same(base[1], random_bits(0, 0, counter(2), 4096)[0])
+    assert same(base[1], drawn(0, 0, 2)[0] >> 16)
+
+
+def test_bits_round_up_as_often_as_a_16_bit_dtype_can_ask_for() -> None:
+    """A share of n/2^16 of the sixteen-bit numbers, for every n, as float32 compares them."""
+    bits = torch.arange(2**16) << 16 | 0xFF00
+    share = torch.arange(2**16 + 1).float() / 2**16
+    drawn = bits.float() / 2.0**32
+    assert same(torch.searchsorted(drawn, share), torch.arange(2**16 + 1))
 
 
 def test_store_rounds_each_row_by_its_own_counter() -> None:
@@ -162,7 +179,7 @@ def test_a_narrow_checkpoint_is_rounded_once_a_fold(checkpoint: str) -> None:
 
 def test_seeds_differ_in_all_64_bits_and_zero_is_no_fixed_point() -> None:
     counter = torch.zeros(1, dtype=torch.int64)
-    drawn = [random_bits(seed, 0, counter, 64) for seed in (0, 1, 2**32, 2**32 + 1)]
+    drawn = [random_bits(seed, 0, counter, 64, 64) for seed in (0, 1, 2**32, 2**32 + 1)]
     for i, a in enumerate(drawn):
         assert int(a[0, 0]) != 0
         assert all(int((a == b).sum()) < 4 for b in drawn[:i])

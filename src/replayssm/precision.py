@@ -28,7 +28,7 @@ def write(state: Tensor, precision: Precision, seed: int, layer: int, counter: T
     """
     bits = None
     if precision.rounding == "stochastic" and state.shape[0]:
-        bits = random_bits(seed, layer, counter, state[0].numel()).view(state.shape)
+        bits = random_bits(seed, layer, counter, state[0].numel(), state.shape[-1]).view(state.shape)
     kept = {"checkpoint" + suffix: part for suffix, part in precision.checkpoint_format.encode(state, bits).items()}
     return kept | encode(kept, precision, state.shape[-1])
 

@@ -3,6 +3,9 @@
 The bits depend on the cache's seed, the layer, how often the slot has been rounded since it was loaded, and the
 element's place in the state [H, P, K]. So a run is reproducible, and depends neither on the slot's number nor on the
 batch.
+
+Elements whose columns differ by 32 alone share a 32-bit word, half of it each. Sixteen bits are as many as a 16-bit
+dtype drops from a float32 number, so that a probability is exact there; elsewhere it is cut off at 2^-16.
 """
 
 from __future__ import annotations
@@ -36,11 +39,17 @@ def row_keys(seed: int, layer: int, counter: Tensor) -> Tensor:
     return _mix((key + counter.long()) & _MASK)
 
 
-def random_bits(seed: int, layer: int, counter: Tensor, elements: int) -> Tensor:
-    """Uniform 32-bit integers [R, elements] as int64, for the roundings number ``counter`` [R] of a layer."""
+def random_bits(seed: int, layer: int, counter: Tensor, elements: int, state_dim: int) -> Tensor:
+    """32-bit integers [R, elements] as int64, for the roundings number ``counter`` [R] of a layer.
+
+    The upper sixteen bits n are uniform, what half of a word lacks. With the others they are just below (n + 1)·2^16,
+    and exact as a float32, so that they are ``below`` a multiple of 2^-16 with its probability.
+    """
     key = row_keys(seed, layer, counter)[:, None]
     index = torch.arange(elements, device=counter.device)
-    return _mix(_mix((index + key) & _MASK) ^ key)
+    upper = index % state_dim & 32
+    word = _mix(_mix((index - upper + key) & _MASK) ^ key)
+    return torch.where(upper > 0, word & 0xFFFF0000, word << 16 & _MASK) ^ 0xFFFFFF00
 
 
 def below(bits: Tensor, fraction: Tensor) -> Tensor:

@@ -171,10 +171,13 @@ static inline uint16_t float_to_bf16(float x) {
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded); /* NaN stays NaN */
 }
 
-/* The random numbers of elements first… of a row. */
+/* The random numbers of elements first… of a row, as rounding.random_bits has them. */
 static void random_chunk(float *restrict u, const Rounding *r, int64_t first, int64_t n) {
-    uint32_t key = r->key, index = r->index + (uint32_t)first;
-    for (int64_t c = 0; c < n; c++) u[c] = (float)mix(mix(index + (uint32_t)c + key) ^ key) * 0x1p-32f;
+    uint32_t key = r->key, index = r->index;
+    for (int64_t c = 0; c < n; c++) {
+        uint32_t column = (uint32_t)(first + c), word = mix(mix(index + (column & ~32u) + key) ^ key);
+        u[c] = (float)(int32_t)(((column & 32 ? word >> 16 : word) & 0xffff) << 8 ^ 0xffffff) * 0x1p-24f;
+    }
 }
 
 /* A y >= 0, in range, among the floats with so many bits of mantissa and this bias: the code below it without sign, and

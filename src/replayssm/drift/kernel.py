@@ -109,11 +109,14 @@ def reciprocal(scale):
 
 
 @triton.jit
-def rounded(s, seed, number, index, S: tl.constexpr):
-    """What a head's state [BP, BK] decodes to after it was stored. ``number`` and ``index`` say which random bits."""
+def rounded(s, seed, number, index, column, S: tl.constexpr):
+    """What a head's state [BP, BK] decodes to after it was stored.
+
+    ``number``, ``index`` and ``column`` say which random bits.
+    """
     bits = None
     if S.stochastic:
-        bits = random_bits(seed, seed * 0, number, index)
+        bits = random_bits(seed, seed * 0, number, index, column)
     if S.grid is None:
         return s
     elif S.grid.scale == "none":
@@ -182,7 +185,7 @@ def walk_kernel(state, tokens, out, count, seed, amount, S: tl.constexpr):
         s += (beta * v)[:, None] * k[None, :]
         o = tl.sum(s * q[None, :], 1)
         tl.store(out + ((at + t) * S.H + head) * S.P + p, o, mask=p < S.P)
-        s = rounded(s, seed, before + t + 1, index, S)
+        s = rounded(s, seed, before + t + 1, index, c[None, :], S)
         q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
     tl.store(at_state, s, mask=inside)
 

@@ -109,5 +109,6 @@ def rounded(state: Tensor, loop: Loop) -> Tensor:
     """What states [B, H, P, K] decode to after they were stored in the loop's format."""
     bits, form = None, loop.precision.checkpoint_format
     if loop.precision.rounding == "stochastic":
-        bits = random_bits(loop.seed, 0, loop.count, state[0].numel()).view(state.shape[1:]).expand(state.shape)
+        bits = random_bits(loop.seed, 0, loop.count, state[0].numel(), state.shape[-1])
+        bits = bits.view(state.shape[1:]).expand(state.shape)
     return form.decode(form.encode(state, bits), state.shape[-1], state.dtype)

@@ -127,7 +127,7 @@ def check_round_trip(name: str, state_dim: int, stochastic: bool, device: str) -
     for number, state in enumerate([*states(state_dim), ties(name, state_dim)]):
         bits = None
         if stochastic:
-            bits = random_bits(3, number, torch.ones(1), state.numel()).view(state.shape)
+            bits = random_bits(3, number, torch.ones(1), state.numel(), state_dim).view(state.shape)
         wanted = form.encode(state, bits)
         got = {
             suffix: torch.zeros((HEADS, *spec[1:]) if spec[1:] else (HEADS,), dtype=dtype, device=device)

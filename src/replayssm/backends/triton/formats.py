@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from replayssm.backends.triton.gates import load_or
-from replayssm.backends.triton.quant import below, random_bits, round_stochastic
+from replayssm.backends.triton.quant import below, bits_of, random_words, round_stochastic
 
 
 @triton.constexpr_function
@@ -592,11 +592,49 @@ def both(a, b, ARCH: tl.constexpr):
         return a & b
 
 
+@triton.constexpr_function
+def first_column(part, state_dim, parts, columns):
+    """Where ``fold_columns`` of a part begin, those of two parts of eight where the first of them does."""
+    each = parts // 2
+    place = part % each // 2 * 16 if columns == 8 else part % each * columns
+    return part // each * plane("nvfp4", state_dim) + place
+
+
+@triton.constexpr_function
+def drawn_with(part, state_dim, parts, columns):
+    """The part 32 columns before this one, whose words have its bits; itself where its columns are the first of a pair;
+    −1 where they are either.
+    """
+    first = first_column(part, state_dim, parts, columns)
+    if first % 32 + max(16, columns) > 32:
+        return -1
+    if first % 64 < 32:
+        return part
+    for other in range(part):
+        alike = columns > 8 or other % 2 == part % 2
+        if alike and first_column(other, state_dim, parts, columns) == first - 32:
+            return other
+    return -1
+
+
 @triton.jit
-def draw(random, rows, part, S: tl.constexpr):
-    """The bits that round a part; ``random`` is the seed, the layer and the number of the rounding."""
-    index = rows[:, None] * S.K + fold_columns(part, S)[None, :]
-    return random_bits(random[0], random[1], random[2], index)
+def draw(random, words, rows, part, S: tl.constexpr):
+    """The bits that round a part, and ``words``, what was drawn for the parts before, with what was drawn for this one.
+
+    ``random`` is the seed, the layer and the number of the rounding. See ``rounding.random_bits``. What is not among
+    the words is drawn again.
+    """
+    WITH: tl.constexpr = drawn_with(part, S.K, S.C, S.BK)
+    column = fold_columns(part, S)
+    if WITH == -1 or part == WITH or len(words) <= WITH:
+        index = rows[:, None] * S.K + (column - (column & 32))[None, :]
+        word = random_words(random[0], random[1], random[2], index)
+    else:
+        word = words[WITH]
+    if WITH == -1:
+        return bits_of(word, (column & 32)[None, :] > 0), words + (word,)
+    else:
+        return bits_of(word, part != WITH), words + (word,)
 
 
 @triton.jit
@@ -622,10 +660,12 @@ def store_rows(state, scale, parts, random, rows, live, WORD: tl.constexpr, S: t
     tl.store(scale + rows, scales, mask=live)
     inverse = reciprocal(scales)[:, None]
     keep = tl.where(scales > 0, 0xFF, 0).to(tl.uint8)[:, None]
-    held = ()
+    held, words = (), ()
     for part in tl.static_range(C):
         columns = fold_columns(part, S)
-        bits = None if random is None else draw(random, rows, part, S)
+        bits = None
+        if random is not None:
+            bits, words = draw(random, words, rows, part, S)
         codes = rounded(parts[part] * inverse, bits, WORD, S.arch).to(tl.uint8)
         codes = both(codes, tl.broadcast_to(keep, codes.shape), S.arch)
         inside = live[:, None] & (columns < S.K)[None, :]
@@ -677,10 +717,12 @@ def store_blocks(state, scale, whole, parts, random, rows, live, WORD: tl.conste
     ROW: tl.constexpr = plane(WORD, S.K)
     held, behind = (), ()
     for part in tl.static_range(EACH):
-        bits = None if random is None else draw(random, rows, part, S)
-        low, low_scale, low_block = encode_blocks(parts[part], bits, whole, WORD, S)
-        bits = None if random is None else draw(random, rows, part + EACH, S)
-        high, high_scale, high_block = encode_blocks(parts[part + EACH], bits, whole, WORD, S)
+        low_bits, high_bits = None, None
+        if random is not None:
+            low_bits, _ = draw(random, (), rows, part, S)
+            high_bits, _ = draw(random, (), rows, part + EACH, S)
+        low, low_scale, low_block = encode_blocks(parts[part], low_bits, whole, WORD, S)
+        high, high_scale, high_block = encode_blocks(parts[part + EACH], high_bits, whole, WORD, S)
         keep = tl.where(low_scale > 0, 0x0F, 0) | tl.where(high_scale > 0, 0xF0, 0)
         codes = both(((low & 15) | (high << 4)).to(tl.uint8), spread(keep.to(tl.uint8), BK), S.arch)
         byte = part * BK + tl.arange(0, BK)
@@ -710,14 +752,13 @@ def store_state(state, scale, head_scale, parts, random, head, rows, live, WORD:
     elif not is_plain(WORD):
         return store_rows(state, scale, parts, random, rows, live, WORD, S)
     else:
-        news, held = (), ()
+        news, held, words = (), (), ()
         for part in tl.static_range(C):
-            x = parts[part]
-            new = (
-                x.to(element(WORD))
-                if random is None
-                else round_stochastic(x, draw(random, rows, part, S), element(WORD))
-            )
+            if random is None:
+                new = parts[part].to(element(WORD))
+            else:
+                bits, words = draw(random, words, rows, part, S)
+                new = round_stochastic(parts[part], bits, element(WORD), S.arch)
             news = news + (new,)
             held = held + (new.to(tl.float32),)
         TOGETHER: tl.constexpr = 2 if S.BK == 8 else 1
