@@ -70,6 +70,9 @@ def fold_tiles(layout: Layout) -> Iterator[Tile]:
     else:
         for p, programs, registers in ((32, 8, 0), (16, 16, 128), (16, 8, 0), (16, 12, 168), (32, 12, 168)):
             yield Tile(p, columns, 1, programs, registers)
+        # Warps that share keys turn them round through shared memory instead of by shuffles, with fewer registers.
+        yield Tile(32, columns, 2, 6, 168)
+        yield Tile(64, columns, 4, 3, 168)
     for p, warps, programs, registers in ((64, 4, 4, 128), (32, 2, 8, 128), (64, 2, 4, 168), (32, 4, 4, 128)):
         yield Tile(p, columns, warps, programs, registers)
 
