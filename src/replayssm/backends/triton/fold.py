@@ -30,7 +30,7 @@ from replayssm.backends.triton.formats import (
     store_blocks,
     store_state,
 )
-from replayssm.backends.triton.gates import load_or
+from replayssm.backends.triton.gates import fall, load_or
 from replayssm.backends.triton.tile import (
     between,
     column_of,
@@ -82,14 +82,14 @@ def add_block(parts, key, value, weight, decay, key_scale, first, length, p, col
     g = load_or(decay, e, live, 0.0)
     later = load_or(decay, e + 1, e + 1 < last, 0.0)
     u = v.to(tl.float32) * (factor * tl.exp(tl.cumsum(later, 0, reverse=True)))[:, None]
-    fall = tl.exp(tl.sum(g, 0))
+    left = tl.exp(tl.sum(g, 0))
     C: tl.constexpr = S.C
     written = turned(cut(u, S))
     after = ()
     for two in tl.static_range(C // 2):
         keys = load_two(key, e, live, two, columns, S)
         for half in tl.static_range(2):
-            after = after + (parts[2 * two + half] * fall + product_of_terms(written, cut(keys[half], S), S),)
+            after = after + (parts[2 * two + half] * left + product_of_terms(written, cut(keys[half], S), S),)
     return after
 
 
@@ -152,7 +152,7 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
     Two products with the state's columns, one on either side. Tensor cores cut off where they add, and a state would
     remember it: so sums over a row are added up by sixteen columns, and what stays of a value is not multiplied by one.
     """
-    inverse, on_state, beta, on_written, fall = solved
+    inverse, on_state, beta, on_written, left = solved
     C: tl.constexpr = S.C
     e = first + tl.arange(0, 16)
     live = e < length
@@ -169,7 +169,7 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
     written = cut(values * on_written[None, :], S)
     after = ()
     for part in tl.static_range(C):
-        after = after + (parts[part] * fall + product_of_terms(written, cut(keys[part], S), S),)
+        after = after + (parts[part] * left + product_of_terms(written, cut(keys[part], S), S),)
     return after
 
 
@@ -183,16 +183,16 @@ def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S
     C: tl.constexpr = S.C
     v = tl.load(value + e * S.P + p, mask=p < S.P, other=0.0).to(tl.float32)
     weight_now = tl.load(weight + e)
-    fall = 1.0 if decay is None else tl.exp(tl.load(decay + e))
+    left = 1.0 if decay is None else tl.exp(tl.load(decay + e))
     scale = 1.0 if key_scale is None else tl.load(key_scale + e)
     seen = tl.full([S.BP, S.BK], 0.0, tl.float32)
     decayed, keys = (), ()
     for part in tl.static_range(C):
         wide = columns[part] < S.K
         k = tl.load(key + e * S.K + columns[part], mask=wide, other=0.0).to(tl.float32)[None, :]
-        s = parts[part] * fall
+        s = parts[part] * left
         if channels is not None:
-            s *= tl.exp(tl.load(channels + e * S.K + columns[part], mask=wide, other=0.0))[None, :]
+            s *= fall(tl.load(channels + e * S.K + columns[part], mask=wide, other=0.0), S)[None, :]
         seen += s * k
         decayed = decayed + (s,)
         keys = keys + (k,)
