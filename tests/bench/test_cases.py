@@ -15,10 +15,14 @@ def names(**lists):
 def test_the_default_run():
     cases = default_cases("cuda")
     plain = {Case(s, b, 16 if s in KDA_SHAPES else 32) for s in SHAPES for b in (512, 256, 64, 16, 1)}
-    verify = {Case(s, b, w, t, n) for s in SHAPES for b in (256, 64) for w, t, n in ((32, 4, 3), (48, 8, 5))}
+    # Windows of steps with four and with eight drafts.
+    windows = {s: (16, 16) if "kda" in s else (32, 48) if "mamba2" in s else (32, 32) for s in SHAPES}
+    verify = {
+        Case(s, b, windows[s][i], *tn) for s in SHAPES for b in (256, 64) for i, tn in enumerate(((4, 3), (8, 5)))
+    }
     policies = ("fp16sr", "fp32+fp8", "fp32+nvfp4", "fp16sr+nvfp4", "fp32+int8")
     low = {Case(s, 256, 16 if s in KDA_SHAPES else 32, precision=policy) for s in SHAPES for policy in policies}
-    low |= {Case(s, 256, 48, 8, 5, precision="fp32+fp8") for s in SHAPES}
+    low |= {Case(s, 256, windows[s][1], 8, 5, precision="fp32+fp8") for s in SHAPES}
     assert len(SHAPES) == 5
     assert set(cases) == plain | verify | low
     assert len(cases) == len(set(cases)) == 75
@@ -27,7 +31,7 @@ def test_the_default_run():
 def test_choices_take_from_the_default_run():
     assert names() == [case.name for case in default_cases("cuda")]
     assert names(shapes=["kda-32"], drafts=[8]) == [
-        f"kda-32x128x128/b{end}" for end in ("256/t5of8/w48/fp32", "64/t5of8/w48/fp32", "256/t5of8/w48/fp32+fp8")
+        f"kda-32x128x128/b{end}" for end in ("256/t5of8/w16/fp32", "64/t5of8/w16/fp32", "256/t5of8/w16/fp32+fp8")
     ]
     assert names(recurrences=["gdn"], parts=["nvfp4"]) == [
         f"gdn-64x128x128/b256/t1/w32/{policy}" for policy in ("fp32+nvfp4", "fp16sr+nvfp4")
@@ -39,8 +43,8 @@ def test_a_value_that_is_in_none_of_them_makes_a_product():
     assert names(shapes=["gdn-64"], batches=[64, 128]) == [f"gdn-64x128x128/b{b}/t1/w32/fp32" for b in (64, 128)]
     assert names(shapes=["gdn-8x64x32g4"]) == ["gdn-8x64x32g4/b256/t1/w32/fp32"]
     assert names(shapes=["kda-64"], drafts=[2, 4], precisions=["bf16"]) == [
-        "kda-64x128x128/b256/t1of2/w32/bf16",
-        "kda-64x128x128/b256/t3of4/w32/bf16",
+        "kda-64x128x128/b256/t1of2/w16/bf16",
+        "kda-64x128x128/b256/t3of4/w16/bf16",
     ]
     assert len(names(windows=[24], recurrences=["mamba2"])) == 2
 
@@ -62,7 +66,7 @@ def test_wrong_choices(lists, message):
 
 def test_a_case():
     case = make_case("kda-4x16x32g4", 3, 8)
-    assert (case.window, case.accepted, case.period) == (48, 5, (48 - 8) // 5 + 1)
+    assert (case.window, case.accepted, case.period) == (16, 5, (16 - 8) // 5 + 1)
     assert case.layout.recurrence == KDA == size_of(case.shape).recurrence
     assert (case.layout.heads, case.layout.head_dim, case.layout.state_dim, case.layout.groups) == (4, 16, 32, 4)
     with pytest.raises(ReplayError, match="accepted: got 5, expected 1…4"):

@@ -42,6 +42,9 @@ def decode_tiles(layout: Layout) -> Iterator[Tile]:
             (16, 1, 16, 128, 2),
             (32, 1, 8, 0, 1),
             (64, 2, 4, 0, 2),
+            (32, 1, 8, 0, 3),
+            (32, 1, 8, 0, 4),
+            (64, 2, 4, 0, 3),
         ):
             yield Tile(p, columns, warps, programs, registers, stages)
         return
@@ -67,14 +70,13 @@ def fold_tiles(layout: Layout) -> Iterator[Tile]:
     columns = power_of_2(layout.state_dim)
     if walks(layout):
         columns = min(32, columns)
+        yield Tile(16, columns, 1, 16, 128, 1)
+        yield Tile(16, columns, 1, 12, 168, 1)
     else:
         for p, programs, registers in ((32, 8, 0), (16, 16, 128), (16, 8, 0), (16, 12, 168), (32, 12, 168)):
-            yield Tile(p, columns, 1, programs, registers)
-        # Warps that share keys turn them round through shared memory instead of by shuffles, with fewer registers.
-        yield Tile(32, columns, 2, 6, 168)
-        yield Tile(64, columns, 4, 3, 168)
+            yield Tile(p, columns, 1, programs, registers, 1)
     for p, warps, programs, registers in ((64, 4, 4, 128), (32, 2, 8, 128), (64, 2, 4, 168), (32, 4, 4, 128)):
-        yield Tile(p, columns, warps, programs, registers)
+        yield Tile(p, columns, warps, programs, registers, 1)
 
 
 def candidates(kernel: str, layout: Layout, device: torch.device) -> list[Tile]:

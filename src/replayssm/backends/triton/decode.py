@@ -86,19 +86,21 @@ def for_rows(x, S: tl.constexpr):
 
 @triton.jit
 def fetch(layer, strides, where, v, values, lower, shared, block, known, S: tl.constexpr):
-    """What a block needs from memory, loaded: its rows of the state, the new token's values, scales and the entries'
-    values. All at once, so that one is not waited for before the other is asked for.
+    """What a block needs from memory, loaded: the new token's values, scales, its rows of the state and the entries'
+    values. All at once, so that one is not waited for before the other is asked for: the compiler moves the entries'
+    values to shared memory as soon as they are there, and what is behind them would be asked for after that.
     """
     DEEP: tl.constexpr = S.BP // S.N
     r = tl.arange(0, S.BP)
     head, p = shared + r // DEEP, block * DEEP + r % DEEP
     inside = p < S.P
+    now = tl.load(v + head * S.P + p, mask=inside, other=0.0)
+    by_row = row_scales(layer, strides, where, head, head * S.P + p, inside, S)
     tile = fetch_tile(layer, strides, where, head * S.P + p, None if S.P % DEEP == 0 else inside, S)
     entries = fetch_entries(
         values + shared * S.W * S.P, None if lower is None else lower + shared * S.W * S.P, block, known, S
     )
-    now = tl.load(v + head * S.P + p, mask=inside, other=0.0)
-    return tile, now, row_scales(layer, strides, where, head, head * S.P + p, inside, S), entries
+    return tile, now, by_row, entries
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "bound", "slots", "each"])

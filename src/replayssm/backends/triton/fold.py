@@ -68,23 +68,40 @@ def state_of(table, layer, tensor: tl.constexpr, scales: tl.constexpr, slot, WOR
 
 
 @triton.jit
-def add_block(parts, key, value, weight, decay, key_scale, first, length, p, columns, S: tl.constexpr):
-    """Advance a state, C parts [BP, BK], by the entries first … first + BE − 1 where none reads it: one product.
+def values_at(value, length, p, S: tl.constexpr):
+    """Values of a tile's rows, in blocks [BE, BP] of entries, zero where there is none."""
+    e = tl.arange(0, S.BE)
+    found = ()
+    for n in tl.static_range((S.W + S.BE - 1) // S.BE):
+        there = (n * S.BE + e < length)[:, None] & (p < S.P)[None, :]
+        found = found + (tl.load(value + (n * S.BE + e)[:, None] * S.P + p[None, :], mask=there, other=0.0),)
+    return found
+
+
+@triton.jit
+def additions(weight, decay, key_scale, first, length, S: tl.constexpr):
+    """What BE entries' values are multiplied by where none reads the state [BE], and what the state falls to."""
+    e = first + tl.arange(0, S.BE)
+    last = tl.minimum(first + S.BE, length)
+    live = e < last
+    factor = tl.load(weight + e, mask=live, other=0.0) * load_or(key_scale, e, live, 1.0)
+    g = load_or(decay, e, live, 0.0)
+    later = load_or(decay, e + 1, e + 1 < last, 0.0)
+    return factor * tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(g, 0))
+
+
+@triton.jit
+def add_block(parts, v, addition, key, first, length, columns, S: tl.constexpr):
+    """Advance a state, C parts [BP, BK], by the BE entries from ``first`` on, values v: one product.
 
     Parts of eight columns (``launch.fold_shape``) are loaded by the threads that a product leaves its sums in. What is
     added is summed up by itself: tensor cores cut off where they add, which a state would remember.
     """
     e = first + tl.arange(0, S.BE)
-    last = tl.minimum(first + S.BE, length)
-    live = e < last
-    v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
-    factor = tl.load(weight + e, mask=live, other=0.0) * load_or(key_scale, e, live, 1.0)
-    g = load_or(decay, e, live, 0.0)
-    later = load_or(decay, e + 1, e + 1 < last, 0.0)
-    u = v.to(tl.float32) * (factor * tl.exp(tl.cumsum(later, 0, reverse=True)))[:, None]
-    left = tl.exp(tl.sum(g, 0))
+    live = e < length
     C: tl.constexpr = S.C
-    written = turned(cut(u, S))
+    factor, left = addition
+    written = turned(cut(v.to(tl.float32) * factor[:, None], S))
     after = ()
     for two in tl.static_range(C // 2):
         keys = load_two(key, e, live, two, columns, S)
@@ -159,6 +176,7 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
     keys = ()
     for two in tl.static_range(C // 2):
         keys = keys + load_two(key, e, live, two, columns, S)
+    # Registers do not hold values that come ahead, as those of ``add_block`` do.
     v = tl.load(value + e[:, None] * S.P + p[None, :], mask=live[:, None] & (p < S.P)[None, :], other=0.0)
     seen = tl.full([S.BP, 16], 0.0, tl.float32)
     for two in tl.static_range(C // 2):
@@ -174,35 +192,46 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
 
 
 @triton.jit
-def walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S: tl.constexpr):
-    """Advance a state, C parts [BP, BK], by entry e: the recurrence as it is written, in float32.
+def entry_at(key, value, weight, decay, channels, key_scale, e, p, columns, S: tl.constexpr):
+    """Entry e as ``walk`` takes it, loaded: its value [BP], its three numbers, and its C keys and exponents [BK]."""
+    C: tl.constexpr = S.C
+    v = tl.load(value + e * S.P + p, mask=p < S.P, other=0.0)
+    keys, exponents = (), ()
+    for part in tl.static_range(C):
+        wide = columns[part] < S.K
+        keys = keys + (tl.load(key + e * S.K + columns[part], mask=wide, other=0.0),)
+        if channels is not None:
+            exponents = exponents + (tl.load(channels + e * S.K + columns[part], mask=wide, other=0.0),)
+    return v, tl.load(weight + e), load_or(key_scale, e, True, 1.0), load_or(decay, e, True, 0.0), keys, exponents
+
+
+@triton.jit
+def walk(parts, entry, S: tl.constexpr):
+    """Advance a state, C parts [BP, BK], by an entry: the recurrence as it is written, in float32.
 
     Two multiply-adds an element beside its decay. For decays per channel, where blocks of sixteen entries on tensor
     cores took 1.8 times as long (their decayed keys do not fit into registers), and for checkpoints with scales.
     """
     C: tl.constexpr = S.C
-    v = tl.load(value + e * S.P + p, mask=p < S.P, other=0.0).to(tl.float32)
-    weight_now = tl.load(weight + e)
-    left = 1.0 if decay is None else tl.exp(tl.load(decay + e))
-    scale = 1.0 if key_scale is None else tl.load(key_scale + e)
+    value, weight, scale, exponent, keys, exponents = entry
+    v = value.to(tl.float32)
+    left = tl.exp(exponent)
     seen = tl.full([S.BP, S.BK], 0.0, tl.float32)
-    decayed, keys = (), ()
+    decayed = ()
     for part in tl.static_range(C):
-        wide = columns[part] < S.K
-        k = tl.load(key + e * S.K + columns[part], mask=wide, other=0.0).to(tl.float32)[None, :]
         s = parts[part] * left
-        if channels is not None:
-            s *= fall(tl.load(channels + e * S.K + columns[part], mask=wide, other=0.0), S)[None, :]
-        seen += s * k
+        if len(exponents) > 0:
+            s *= fall(exponents[part], S)[None, :]
+        seen += s * keys[part].to(tl.float32)[None, :]
         decayed = decayed + (s,)
-        keys = keys + (k,)
     if S.update == "delta":
         v -= tl.sum(seen, 1) * scale
-    u = tl.broadcast_to((weight_now * scale * v)[:, None], [S.BP, S.BK])
+    u = tl.broadcast_to((weight * scale * v)[:, None], [S.BP, S.BK])
     after = ()
     for part in tl.static_range(C):
         # Joined by hand: which of two products the compiler joins to a sum differs from copy to copy (I6).
-        after = after + (tl.fma(u, tl.broadcast_to(keys[part], [S.BP, S.BK]), decayed[part]),)
+        k = tl.broadcast_to(keys[part].to(tl.float32)[None, :], [S.BP, S.BK])
+        after = after + (tl.fma(u, k, decayed[part]),)
     return after
 
 
@@ -275,12 +304,16 @@ def fold_kernel(
     """A fixed number of programs share ``amount[0]`` rows × layers × heads × tiles.
 
     ``work`` int32 [4, copies]: slot, entries, slot of the target, number of the rounding. Tiles of a head are one
-    program's where its entries are solved for, once for all of them, and where its copy has a scale of them all.
+    program's unless it walks: what its entries make of each other, or their decays, is computed once for all of them.
+    So they are where a head's copy has a scale of them all.
     """
     tiles: tl.constexpr = (S.P + S.BP - 1) // S.BP
     SOLVES: tl.constexpr = S.update == "delta" and S.BK == 8
+    ADDS: tl.constexpr = S.update == "add" and not TYPES.channels
+    SIZE: tl.constexpr = 16 if SOLVES else S.BE
+    BLOCKS: tl.constexpr = (S.W + SIZE - 1) // SIZE if SOLVES or ADDS else 0
     FOUR: tl.constexpr = planes(TYPES.copy) == 2
-    TOGETHER: tl.constexpr = tiles if SOLVES or FOUR else 1
+    TOGETHER: tl.constexpr = tiles if BLOCKS > 0 or FOUR else 1
     each = layers * S.H * (tiles // TOGETHER)
     for item in range(tl.program_id(0), tl.load(amount) * each, tl.num_programs(0)):
         row = item // each
@@ -295,7 +328,6 @@ def fold_kernel(
         TARGET: tl.constexpr = TYPES.target
         ACT: tl.constexpr = TYPES.act
         C: tl.constexpr = S.C
-        BLOCKS: tl.constexpr = (S.W + 15) // 16
         columns = ()
         for part in tl.static_range(C):
             columns = columns + (fold_columns(part, S),)
@@ -315,26 +347,41 @@ def fold_kernel(
         else:
             key_scale = None
         solved = ()
-        if SOLVES:
-            for n in tl.static_range(BLOCKS):
+        for n in tl.static_range(BLOCKS):
+            if SOLVES:
                 solved = solved + (solution(key, weight, decay, key_scale, n * 16, length, S),)
+            else:
+                solved = solved + (additions(weight, decay, key_scale, n * S.BE, length, S),)
+        state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
+        to_state, to_scale, to_head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
         most = tl.full([S.BP, S.BK], 0.0, tl.float32)
         first_tile = item % (tiles // TOGETHER)
+        behind = ()
+        if ADDS:
+            behind = values_at(value, length, rows_at(first_tile, S), S)
         for tile in tl.range(first_tile, first_tile + TOGETHER, num_stages=1):
             p = rows_at(tile, S)
             rows, inside = rows_of(head, tile, S)
-            state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
             parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)
             if SOLVES:
                 for n in tl.static_range(BLOCKS):
                     if n * 16 < length:
                         parts = solve_block(parts, solved[n], key, value, n * 16, length, p, columns, S)
-            elif S.update == "add" and not TYPES.channels:
-                for first in tl.range(0, length, S.BE, num_stages=1):
-                    parts = add_block(parts, key, value, weight, decay, key_scale, first, length, p, columns, S)
+            elif ADDS:
+                # The next tile's values come while this one's products are made.
+                values = behind
+                behind = values_at(value, length, rows_at(tile + 1, S), S)
+                for n in tl.static_range(BLOCKS):
+                    if n * S.BE < length:
+                        parts = add_block(parts, values[n], solved[n], key, n * S.BE, length, columns, S)
             else:
+                entry = entry_at(key, value, weight, decay, channels, key_scale, length * 0, p, columns, S)
                 for e in tl.range(0, length, num_stages=1):
-                    parts = walk(parts, key, value, weight, decay, channels, key_scale, e, p, columns, S)
+                    # The next entry comes while this one's products are made.
+                    then = tl.minimum(e + 1, length - 1)
+                    next = entry_at(key, value, weight, decay, channels, key_scale, then, p, columns, S)
+                    parts = walk(parts, entry, S)
+                    entry = next
             new = ()
             for part in tl.static_range(C):
                 if S.P % S.BP == 0 and S.K == C * S.BK:
@@ -343,8 +390,7 @@ def fold_kernel(
                     # Keys that are not finite make NaN of columns that do not exist.
                     new = new + (tl.where(inside[:, None] & (columns[part] < S.K)[None, :], parts[part], 0.0),)
             random = (seed, layer, counter) if TYPES.stochastic else None
-            state, scale, head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
-            held = store_state(state, scale, head_scale, new, random, head, rows, inside, TARGET, S)
+            held = store_state(to_state, to_scale, to_head_scale, new, random, head, rows, inside, TARGET, S)
             if FOUR:
                 for part in tl.static_range(C):
                     most = larger(most, tl.abs(held[part]))

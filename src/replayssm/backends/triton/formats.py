@@ -45,12 +45,31 @@ def element_bytes(word):
 
 
 @triton.jit
+def by_turns(piece, BK: tl.constexpr):
+    """Columns [BK] of a piece where two at a time have a quarter of theirs in turn: four threads, which load a quarter
+    each, ask for all of a line with the first of the two, and have the rest of it for the second.
+    """
+    RUN: tl.constexpr = BK // 4
+    at = tl.arange(0, BK)
+    return piece // 2 * (2 * BK) + piece % 2 * RUN + at // RUN * (2 * RUN) + at % RUN
+
+
+@triton.constexpr_function
+def takes_turns(shape):
+    """Whether pieces of a row of the state are ``by_turns``: in decode, of half a line each."""
+    width = shape.BK * element_bytes(shape.read)
+    return shape.BT == 1 and planes(shape.read) == 1 and width == 64 and shape.K % (2 * shape.BK) == 0
+
+
+@triton.jit
 def columns_of(piece, S: tl.constexpr):
     """Columns [BK] of one of the C pieces of a row; K where there is none. Pieces of the first plane come first.
 
     In four runs, as the compiler sees it: so a thread of a step loads as many columns of a key as of a row of the state
     (see ``tile.ordered``).
     """
+    if takes_turns(S):
+        return by_turns(piece, S.BK)
     EACH: tl.constexpr = S.C // planes(S.read)
     HALF: tl.constexpr = plane(S.read, S.K)
     RUN: tl.constexpr = S.BK // 4
@@ -377,13 +396,22 @@ def spread(blocks, N: tl.constexpr):
 def fetch_state(layer, strides, where, rows, live, part, N: tl.constexpr, S: tl.constexpr):
     """What a step reads of the rows [BP] of the state in the slot ``where``, as it is stored; see ``fetched_state``."""
     WORD: tl.constexpr = S.read
-    columns = part * N + tl.arange(0, N)
+    columns = by_turns(part, N) if takes_turns(S) and N == S.BK else part * N + tl.arange(0, N)
     codes = load_codes(layer.state + where * strides.state, rows, live, columns, WORD, S)
     if planes(WORD) == 1:
         return (codes,)
     else:
         blocks = load_block_codes(layer.scale + where * strides.scale, rows, live, part * N, N, WORD, S)
         return codes, blocks[0], blocks[1]
+
+
+@triton.jit
+def as_fetched(x, S: tl.constexpr):
+    """x where it is used: the compiler would share words among threads, and wait for them, where they are fetched."""
+    if S.arch > 0 and x.dtype == tl.int32:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return x
 
 
 @triton.jit
@@ -400,7 +428,8 @@ def fetched_state(fetched, N: tl.constexpr, S: tl.constexpr):
         return found
     else:
         UNIT: tl.constexpr = block_unit(WORD, S.arch)
-        low, high = block_scales(fetched[1], N, S) * UNIT, block_scales(fetched[2], N, S) * UNIT
+        low, high = block_scales(as_fetched(fetched[1], S), N, S), block_scales(as_fetched(fetched[2], S), N, S)
+        low, high = low * UNIT, high * UNIT
         return times(found[0], low, S.arch), times(found[1], high, S.arch)
 
 

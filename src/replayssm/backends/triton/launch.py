@@ -90,7 +90,7 @@ class Tile:
         warps: a program.
         programs: a multiprocessor: the size of the fold's fixed grid, and what a step expects to run side by side.
         registers: most registers a thread; 0: the compiler's choice.
-        stages: tiles of the state that a step has on their way at once; 1: straight to registers.
+        stages: tiles of the state that a step has on their way at once; 1: straight to registers. A fold has one.
         heads: of a tile in decode, of which each has p / heads rows of it; fewer where fewer share a key.
     """
 
@@ -192,8 +192,8 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     Heuristic, from sweeps on an H200. Decode has one warp a program, so that products need no other's rows: 16 rows of
     float32, 32 of narrower formats, of two heads of a key where there are as many; columns in parts of 64 bytes, as
     four threads of a row load them. A fold that walks keeps 64 floats a thread, four programs a multiprocessor; others
-    have a warp for 16 rows. A verify step has one warp and as many rows as registers hold. Formats that need a whole
-    head at once have more warps.
+    have a warp for 16 rows. A verify step has one warp, as many rows as registers hold, and more tiles on their way
+    where they are small. Formats that need a whole head at once have more warps.
     """
     if device.type == "cuda":
         found = tile_table(torch.cuda.get_device_name(device)).get(tile_key(kernel, layout))
@@ -208,20 +208,26 @@ def choose_tile(kernel: str, layout: Layout, device: torch.device) -> Tile:
     if kernel == "fold":
         if walks(layout):
             return Tile(
-                rows * more, min(32, columns), min(16, max(1, rows * more * columns // 2048)), programs=4, registers=128
+                rows * more,
+                min(32, columns),
+                min(16, max(1, rows * more * columns // 2048)),
+                programs=4,
+                registers=128,
+                stages=1,
             )
         if formats.is_plain(layout.precision.checkpoint_format.name):
-            return Tile(16, columns, 1, programs=8)
+            return Tile(16, columns, 1, programs=8, stages=1)
         rows = max(16, rows // 2, least)
-        return Tile(rows, columns, min(16, max(1, rows // 8)), programs=4)
+        return Tile(rows, columns, min(16, max(1, rows // 8)), programs=4, stages=1)
     if layout.max_draft > 1:
         if least > 1:
             return Tile(least, columns, min(16, max(1, least // 32)), programs=4, stages=1)
+        stages = 2 if formats.is_plain(layout.precision.steps_read.name) else 3
         if layout.recurrence.decay == "channel":
-            return Tile(16, columns, 1, programs=8)
+            return Tile(16, columns, 1, programs=8, stages=stages)
         if layout.head_dim % 32:
-            return Tile(16, columns, 1, programs=12, registers=168)
-        return Tile(32, columns, 1, programs=8)
+            return Tile(16, columns, 1, programs=12, registers=168, stages=stages)
+        return Tile(32, columns, 1, programs=8, stages=stages)
     read = layout.precision.steps_read
     channel = layout.recurrence.decay == "channel"
     pair = 1 if channel or layout.heads // layout.groups % 2 else 2

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.formats import columns_of, element_bytes, fetch_state, fetched_state, planes
+from replayssm.backends.triton.formats import by_turns, columns_of, element_bytes, fetch_state, fetched_state, planes
 from replayssm.backends.triton.tile import cut, ordered, product
 
 
@@ -46,10 +46,9 @@ def scores_of(key, q, k, e, known, live, S: tl.constexpr):
     WIDE: tl.constexpr = min(512 // BITS, S.KP)
     PIECES: tl.constexpr = S.KP // WIDE
     n = tl.arange(0, 8)[:, None]
-    at = tl.arange(0, WIDE)[None, :]
     keys, reads = (), ()
     for piece in tl.static_range(PIECES):
-        columns = piece * WIDE + at
+        columns = (by_turns(piece, WIDE) if PIECES % 2 == 0 else piece * WIDE + tl.arange(0, WIDE))[None, :]
         inside = columns < S.K
         keys = keys + (tl.load(key + e[:, None] * S.K + columns, mask=(e < known)[:, None] & inside, other=0.0),)
         from_q = tl.load(q + n * 0 + columns, mask=(n == 0) & inside & live, other=0.0)

@@ -112,23 +112,23 @@ def reach_of(stored, e, known):
 
 @triton.jit
 def values_of(pointer, p, known, S: tl.constexpr):
-    """Values, or written values, of the entries that are there: blocks [16, BP], loaded.
-
-    Those of 16 bits under a condition each; float32 in any case, which brings them one tile ahead.
-    """
+    """Values, or written values, of the entries that are there: blocks [16, BP], loaded."""
     e = tl.arange(0, 16)
     blocks = ()
     for n in tl.static_range((S.W + 15) // 16):
         at = pointer + (n * 16 + e)[:, None] * S.P + p[None, :]
         there = (n * 16 + e < known)[:, None] & (p < S.P)[None, :]
-        if pointer.dtype.element_ty == tl.float32:
-            found = tl.load(at, mask=there, other=0.0)
-        else:
-            found = tl.full([16, S.BP], 0.0, pointer.dtype.element_ty)
-            if n * 16 < known:
-                found = tl.load(at, mask=there, other=0.0)
-        blocks = blocks + (found,)
+        blocks = blocks + (tl.load(at, mask=there, other=0.0),)
     return blocks
+
+
+@triton.jit
+def used_values(layer, strides, where, head, S: tl.constexpr):
+    """Pointer to what outputs get of a head's entries: written values where there are any, else values."""
+    if layer.written is None:
+        return layer.value + where * strides.value + head * S.W * S.P
+    else:
+        return layer.written + where * strides.written + head * S.W * S.P
 
 
 @triton.jit
@@ -289,72 +289,91 @@ def step_kernel(
 
     begin = chunk * each
     end = tl.minimum(begin + each, S.share * blocks)
-    here = shared + begin // blocks
-    # Of a row that is not there no tile is read, nor the rest of a head that a chunk begins within.
+    # Of a row that is not there no tile is read.
     stop = tl.where(live, end, begin)
-    last = shared + (stop + blocks - 1) // blocks
-    stored = entries_of(layer, strides, where, here, e, known, S)
-    g, beta = head_gates(inputs, gate_inputs(inputs, token_strides, token, valid, here), valid, low, high, S)
-    weight_of_entry, total = reach_of(stored, e, known)
-    for head in tl.range(here, last, num_stages=1):
-        # The next head's numbers come while this one's tiles go by.
-        behind = tl.minimum(head + 1, last - 1)
-        stored = entries_of(layer, strides, where, behind, e, known, S)
-        raw = gate_inputs(inputs, token_strides, token, valid, behind)
+    first_head = shared + begin // blocks
+    last_head = shared + tl.maximum(stop - 1, begin) // blocks
+    # The next head's numbers come while this one's tiles go by, and so do the next tile's values of 16 bits; those of
+    # float32 go through the tiles' stage.
+    stored = entries_of(layer, strides, where, first_head, e, known, S)
+    raw = gate_inputs(inputs, token_strides, token, valid, first_head)
+    AHEAD: tl.constexpr = used_values(layer, strides, where, first_head, S).dtype.element_ty != tl.float32
+    within = tl.arange(0, S.BP)
+    next_u = ()
+    if AHEAD:
+        pointer = used_values(layer, strides, where, first_head, S)
+        next_u = values_of(pointer, begin % blocks * S.BP + within, known, S)
+    # What a head's tiles share.
+    reach = ()
+    for _ in tl.static_range((S.W + 15) // 16):
+        reach = reach + (cut(tl.full([16, M], 0.0, tl.float32), S),)
+    response = turned(cut(sixteen(tl.full([M, J], 0.0, tl.float32)), S))
+    distant = asks * 0.0
+    own_beta = own * 0.0
+    for item in tl.range(begin, stop, num_stages=S.stages):
+        head, block = shared + item // blocks, item % blocks
+        if (item == begin) | (block == 0):
+            g, beta = head_gates(inputs, raw, valid, low, high, S)
+            weight_of_entry, total = reach_of(stored, e, known)
+            stored = entries_of(layer, strides, where, tl.minimum(head + 1, last_head), e, known, S)
+            raw = gate_inputs(inputs, token_strides, token, valid, tl.minimum(head + 1, last_head))
+            beta = tl.where(is_k, beta, 0.0)
+            along = tl.sum(tl.where(path & is_k[None, :], g[None, :], 0.0), 1)
+            weights = blocks_of(weight_of_entry[:, None])
+            reach = ()
+            for n in tl.static_range((S.W + 15) // 16):
+                on_entries = old_scores[n] * (tl.exp(along) * scale)[None, :] * (weights[n] * old_scales[n])
+                reach = reach + (cut(on_entries, S),)
+            now = scores if layer.decay is None else scores * tl.exp(between(g, path, line, is_k, S))
+            response = turned(cut(sixteen(responses(now, beta, j, is_k, S)), S))
+            distant = tl.exp(total + along) * (scale * back)
+            own_beta = tl.gather(beta, own, 0) if APART else beta
+            tl.store(layer.weight + where * strides.weight + head * W + place, beta, mask=valid & is_k)
+            if layer.decay is not None:
+                tl.store(layer.decay + where * strides.decay + head * W + place, g, mask=valid & is_k)
+        p = block * S.BP + within
+        inside = p < S.P
+        rows_inside = None if S.P % S.BP == 0 else inside
         value = layer.value + where * strides.value + head * W * S.P
-        written = None if layer.written is None else layer.written + where * strides.written + head * W * S.P
         lower = None if layer.written_low is None else layer.written_low + where * strides.written_low + head * W * S.P
-        scales = None if layer.written_scale is None else layer.written_scale + where * strides.written_scale + head * W
-        beta = tl.where(is_k, beta, 0.0)
-        along = tl.sum(tl.where(path & is_k[None, :], g[None, :], 0.0), 1)
-        weights = blocks_of(weight_of_entry[:, None])
-        reach = ()
-        for n in tl.static_range((S.W + 15) // 16):
-            on_entries = old_scores[n] * (tl.exp(along) * scale)[None, :] * (weights[n] * old_scales[n])
-            reach = reach + (cut(on_entries, S),)
-        now = scores if layer.decay is None else scores * tl.exp(between(g, path, line, is_k, S))
-        response = turned(cut(sixteen(responses(now, beta, j, is_k, S)), S))
-        distant = tl.exp(total + along) * (scale * back)
-        tl.store(layer.weight + where * strides.weight + head * W + place, beta, mask=valid & is_k)
-        if layer.decay is not None:
-            tl.store(layer.decay + where * strides.decay + head * W + place, g, mask=valid & is_k)
-
-        own_beta = tl.gather(beta, own, 0) if APART else beta
-        first = (head - shared) * blocks
-        for block in tl.range(tl.maximum(begin - first, 0), tl.minimum(stop - first, blocks), num_stages=S.stages):
-            p = block * S.BP + tl.arange(0, S.BP)
-            inside = p < S.P
-            rows_inside = None if S.P % S.BP == 0 else inside
-            old_u = values_of(value if written is None else written, p, known, S)
-            at_v = head * S.P + p[:, None]
-            brought = own_valid[None, :] & inside[:, None]
-            v = tl.load(inputs.v + (own_token * token_strides.v)[None, :] + at_v, mask=brought, other=0.0)
-            sums = no_sums(S.BP, M)
-            for part in tl.static_range(C // PLANES):
-                found = read_state(layer, strides, where, head * S.P + p, rows_inside, part, S.BK, S)
-                for plane in tl.static_range(PLANES):
-                    terms = state_terms(found[plane], ACT, PROBE, S)
-                    sums = accumulate(sums, terms, probes[part + plane * (C // PLANES)], S)
-            by_row = row_scales(layer, strides, where, head, head * S.P + p, rows_inside, S)
-            seen = (sums[0] + (sums[1] + sums[2])) * (distant[None, :] * by_row[:, None])
-            sums = add_entries((seen, no_sums(S.BP, M)[0], no_sums(S.BP, M)[0]), old_u, reach, known, S)
-            if lower is not None:
-                sums = add_entries(sums, values_of(lower, p, known, S), reach, known, S)
-            seen, held = readers_columns(sums[0] + (sums[1] + sums[2]), APART)
-            brings = v
-            if S.update == "delta":
-                brings = own_beta[None, :] * (v.to(tl.float32) - held)
-            every = beside(tl.zeros_like(brings), brings) if APART else brings
-            found, more = readers_columns(product_of_terms(cut(sixteen(every), S), response, S), APART)
-            result = (seen + found).to(out.dtype.element_ty)
-            mask = result_valid[None, :] & inside[:, None]
-            tl.store(out + (result_token * S.H * S.P)[None, :] + at_v, result, mask=mask)
-            tl.store(value + own_place[None, :] * S.P + p[:, None], v, mask=brought)
-            if written is not None:
-                values = tl.trans(brings + more)
-                store_written(written, lower, scales, own_place[:, None], p[None, :], values, tl.trans(brought), S)
-        g, beta = head_gates(inputs, raw, valid, low, high, S)
-        weight_of_entry, total = reach_of(stored, e, known)
+        if AHEAD:
+            old_u = next_u
+            then = tl.minimum(item + 1, stop - 1)
+            pointer = used_values(layer, strides, where, shared + then // blocks, S)
+            next_u = values_of(pointer, then % blocks * S.BP + within, known, S)
+        else:
+            old_u = values_of(used_values(layer, strides, where, head, S), p, known, S)
+        at_v = head * S.P + p[:, None]
+        brought = own_valid[None, :] & inside[:, None]
+        v = tl.load(inputs.v + (own_token * token_strides.v)[None, :] + at_v, mask=brought, other=0.0)
+        sums = no_sums(S.BP, M)
+        for part in tl.static_range(C // PLANES):
+            found = read_state(layer, strides, where, head * S.P + p, rows_inside, part, S.BK, S)
+            for plane in tl.static_range(PLANES):
+                terms = state_terms(found[plane], ACT, PROBE, S)
+                sums = accumulate(sums, terms, probes[part + plane * (C // PLANES)], S)
+        by_row = row_scales(layer, strides, where, head, head * S.P + p, rows_inside, S)
+        seen = (sums[0] + (sums[1] + sums[2])) * (distant[None, :] * by_row[:, None])
+        sums = add_entries((seen, no_sums(S.BP, M)[0], no_sums(S.BP, M)[0]), old_u, reach, known, S)
+        if lower is not None:
+            sums = add_entries(sums, values_of(lower, p, known, S), reach, known, S)
+        seen, held = readers_columns(sums[0] + (sums[1] + sums[2]), APART)
+        brings = v
+        if S.update == "delta":
+            brings = own_beta[None, :] * (v.to(tl.float32) - held)
+        every = beside(tl.zeros_like(brings), brings) if APART else brings
+        found, more = readers_columns(product_of_terms(cut(sixteen(every), S), response, S), APART)
+        result = (seen + found).to(out.dtype.element_ty)
+        mask = result_valid[None, :] & inside[:, None]
+        tl.store(out + (result_token * S.H * S.P)[None, :] + at_v, result, mask=mask)
+        tl.store(value + own_place[None, :] * S.P + p[:, None], v, mask=brought)
+        if layer.written is not None:
+            written = layer.written + where * strides.written + head * W * S.P
+            scales = None
+            if layer.written_scale is not None:
+                scales = layer.written_scale + where * strides.written_scale + head * W
+            values = tl.trans(brings + more)
+            store_written(written, lower, scales, own_place[:, None], p[None, :], values, tl.trans(brought), S)
 
     if live & (shared == 0) & (chunk == 0):
         tl.store(batch.drafts + slot, count)
