@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,8 +84,9 @@ def step_source(layout: Layout, tile: Tile, gate: str, unit: bool, tree: bool, d
     return _source(kernel, {**signature, "S": "constexpr"}, constants)
 
 
-def fold_source(layout: Layout, tile: Tile, dot: str, arch: int = 0) -> ASTSource:
-    types = table_types(layout, torch.zeros(1, len(COLUMNS), 2, dtype=torch.int64))
+def fold_source(layout: Layout, tile: Tile, dot: str, arch: int = 0, **other: Any) -> ASTSource:
+    """With other ``Types`` than the layout's where they are given: what ``materialise`` launches, say."""
+    types = replace(table_types(layout, torch.zeros(1, len(COLUMNS), 2, dtype=torch.int64)), **other)
     shape = _with_dot(fold_shape(layout, tile, arch), dot)
     signature = {
         "table": "*i64", "work": "*i32", "amount": "*i32", "copies": "i32", "layers": "i32", "seed": "i32",
@@ -118,6 +120,23 @@ def compile_for(source: ASTSource, target: str, warps: int, registers: int = 0) 
     if registers and target.startswith("sm"):
         options["maxnreg"] = registers
     return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def arithmetic(compiled: Any, files: tuple[str, ...]) -> dict[str, Counter[str]]:
+    """Float32 instructions of each line of these files, as the assembler left them."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        command = [str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"), "-g", "-c", str(path)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    here = ""
+    for text in listing.splitlines():
+        if place := re.match(r'\s*//## File "([^"]+)", line (\d+)', text):
+            here = f"{Path(place[1]).name}:{place[2]}"
+        elif here.startswith(files) and (word := re.search(r"\b(FFMA|FMUL|FADD|HMMA)\b", text)):
+            found[here][word[1]] += 1
+    return dict(found)
 
 
 def resources(compiled: Any, target: str) -> Resources:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiled import ARCH, TARGETS, compile_for, fold_source, resources, step_source
+from compiled import ARCH, TARGETS, arithmetic, compile_for, fold_source, resources, step_source
 
 from replayssm import GDN, KDA, MAMBA2, Layout, Precision
 from replayssm.backends.triton.launch import choose_tile
@@ -133,3 +134,25 @@ def _compiles(kind: str, name: str, layout: Layout) -> None:
     else:
         source = step_source(layout, tile, *LAYOUTS[name][1:], False, "bf16", 90)
     compile_for(source, "sm_90", tile.warps, tile.registers)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("mamba2", "int8"), ("mamba2", "fp16sr"), ("gdn", "float32+fp8"), ("gdn", "int8"), ("kda", "int8")],
+)
+def test_what_a_fold_computes_does_not_depend_on_where_it_goes(name: str, preset: str) -> None:
+    """The compiler may join a product and a sum, or not, as the code behind them has it: a checkpoint would differ from
+    what ``materialise`` returns, and from copy to copy (I6).
+    """
+    layout = Layout(
+        *FAMILIES[name][:1], 2, 1, 20, 40, window=8, dtype=torch.float32, precision=Precision.preset(preset)
+    )
+    tile = choose_tile("fold", layout, torch.device("cpu"))
+    found = []
+    for types in ({}, {"target": "fp32", "copy": None, "stochastic": False}):
+        compiled = compile_for(fold_source(layout, tile, "bf16", 90, **types), "sm_90", tile.warps, tile.registers)
+        found.append(arithmetic(compiled, ("fold.py", "tile.py")))
+    stored, materialised = found
+    assert materialised
+    # Lines of what they share; the compiler may count an instruction to the line that called.
+    assert sum((stored[place] for place in materialised), Counter()) == sum(materialised.values(), Counter())

@@ -91,6 +91,14 @@ def additions(weight, decay, key_scale, first, length, S: tl.constexpr):
 
 
 @triton.jit
+def fallen(part, left, added):
+    """A part of the state times what it falls to, and what is added. Products are joined to sums by hand: which of them
+    the compiler joins differs from one destination, or copy, to another, and a checkpoint must not (I6).
+    """
+    return tl.fma(part, tl.broadcast_to(left, part.shape), added)
+
+
+@triton.jit
 def add_block(parts, v, addition, key, first, length, columns, S: tl.constexpr):
     """Advance a state, C parts [BP, BK], by the BE entries from ``first`` on, values v: one product.
 
@@ -106,7 +114,7 @@ def add_block(parts, v, addition, key, first, length, columns, S: tl.constexpr):
     for two in tl.static_range(C // 2):
         keys = load_two(key, e, live, two, columns, S)
         for half in tl.static_range(2):
-            after = after + (parts[2 * two + half] * left + product_of_terms(written, cut(keys[half], S), S),)
+            after = after + (fallen(parts[2 * two + half], left, product_of_terms(written, cut(keys[half], S), S)),)
     return after
 
 
@@ -187,7 +195,7 @@ def solve_block(parts, solved, key, value, first, length, p, columns, S: tl.cons
     written = cut(values * on_written[None, :], S)
     after = ()
     for part in tl.static_range(C):
-        after = after + (parts[part] * left + product_of_terms(written, cut(keys[part], S), S),)
+        after = after + (fallen(parts[part], left, product_of_terms(written, cut(keys[part], S), S)),)
     return after
 
 
@@ -229,7 +237,6 @@ def walk(parts, entry, S: tl.constexpr):
     u = tl.broadcast_to((weight * scale * v)[:, None], [S.BP, S.BK])
     after = ()
     for part in tl.static_range(C):
-        # Joined by hand: which of two products the compiler joins to a sum differs from copy to copy (I6).
         k = tl.broadcast_to(keys[part].to(tl.float32)[None, :], [S.BP, S.BK])
         after = after + (tl.fma(u, k, decayed[part]),)
     return after

@@ -13,6 +13,17 @@ from replayssm.backends.triton.formats import element_bytes
 
 
 @triton.jit
+def opaque(x, S: tl.constexpr):
+    """x (float32) as one number: of a product the compiler would take the digits that it was rounded to from the
+    number, and what is left of them from the factors, in one kernel and not in another (I6).
+    """
+    if S.arch > 0:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@triton.jit
 def cut(x, S: tl.constexpr):
     """x as a tuple of factors that tensor cores take, the largest first, whose sum is x to the bit.
 
@@ -24,7 +35,7 @@ def cut(x, S: tl.constexpr):
     elif x.dtype == tl.bfloat16:
         return (x,)
     else:
-        wide = x.to(tl.float32)
+        wide = opaque(x, S) if x.dtype == tl.float32 else x.to(tl.float32)
         bits = wide.to(tl.uint32, bitcast=True)
         rest = wide - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
         rest_bits = rest.to(tl.uint32, bitcast=True)
@@ -50,13 +61,11 @@ def halves(x):
 
 @triton.jit
 def halved(x, S: tl.constexpr):
-    """x (float32) as terms of a product: ``halves``, of one opaque number, or the compiler multiplies it again."""
+    """x (float32) as terms of a product: ``halves``."""
     if S.dot == "interpret":
         return (x,)
-    elif S.arch > 0:
-        return halves(tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1))
     else:
-        return halves(x)
+        return halves(opaque(x, S))
 
 
 @triton.jit
