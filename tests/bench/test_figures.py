@@ -159,6 +159,14 @@ def test_the_newest_row_of_a_case_counts(tmp_path, rows):
     append(other, {**rows[0], "ms": 9.0})
     found = read([path, other])
     assert found == [*rows[1:], {**rows[0], "gpu": "other"}, {**rows[0], "ms": 9.0}]
+    # With another window on a later day: that day's windows alone.
+    append(other, {**rows[1], "window": 3, "date": "2026-01-03"})
+    assert read([path, other]) == [
+        *rows[2:],
+        {**rows[0], "gpu": "other"},
+        {**rows[0], "ms": 9.0},
+        {**rows[1], "window": 3, "date": "2026-01-03"},
+    ]
     other.write_text('{"a": 1}\n{"b"\n')
     with pytest.raises(ReplayError, match=r"b\.jsonl:2: no JSON"):
         read([other])

@@ -70,7 +70,10 @@ def append(path: Path, row: Row) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """The figures of files of JSON lines, the newest of each; rows of sweeps and ceilings are left out."""
+    """The figures of files of JSON lines, the newest of each; rows of sweeps and ceilings are left out.
+
+    So are figures of a window where the same case was measured with another on a later day.
+    """
     found: dict[tuple[Any, ...], Row] = {}
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -82,4 +85,12 @@ def read(paths: Iterable[Path]) -> list[Row]:
                 key = tuple(row.get(name) for name in IDENTITY)
                 found.pop(key, None)
                 found[key] = row
-    return list(found.values())
+    days: dict[tuple[Any, ...], str] = {}
+    for row in found.values():
+        days[_case(row)] = max(days.get(_case(row), ""), row.get("date", ""))
+    return [row for row in found.values() if row.get("date", "") == days[_case(row)]]
+
+
+def _case(row: Row) -> tuple[Any, ...]:
+    """What a row measures, whatever its window."""
+    return tuple(row.get(name) for name in IDENTITY if name != "window")
