@@ -12,10 +12,12 @@ import triton.language as tl
 
 import support.interpreting  # noqa: F401
 from replayssm import Precision, ReplayCache, ReplayError, Rows, precision, step
+from replayssm.backends.triton import launch
 from replayssm.backends.triton.launch import Tile
 from replayssm.backends.triton.tile import halves
 from support.makers import generator, layout_of, random_inputs, random_state
 from support.model import Model, conv_layout
+from support.poison import changed, live_parts
 
 SMALL = {"heads": 2, "groups": 1, "head_dim": 16, "state_dim": 16}
 
@@ -127,6 +129,26 @@ def test_several_blocks_of_entries(name: str) -> None:
     model.check()
     model.fold([0, 1])
     model.check()
+
+
+@pytest.mark.parametrize("draft", [1, 3])
+@pytest.mark.parametrize("name", ["mamba2", "gdn"])
+def test_blocks_may_be_shared_out_as_one_likes(name: str, draft: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks begin and end within a head's blocks, and go over several heads that share a key: to the bit the same."""
+    sizes = {"heads": 4, "groups": 1, "head_dim": 20, "state_dim": 16, "window": 5, "max_draft": draft}
+    found = []
+    for each in (1, 4):
+        monkeypatch.setattr(launch, "balanced", lambda most, sets, programs, each=each: min(most, each))
+        model = Model(name, layout_of(name, torch.float32, **sizes), 1, 2)
+        model.cache.verbs.tiles["step"] = Tile(16, 16, 1, heads=2)
+        model.load([0, 1])
+        outs = []
+        for _ in range(2):
+            outs += model.step([1, -1], [draft, 1])
+            model.commit([draft, 0])
+        model.check()
+        found.append({"out": torch.cat(outs), **live_parts(model.cache, [1])})
+    assert not changed(*found)
 
 
 @triton.jit
