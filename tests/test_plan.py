@@ -14,6 +14,7 @@ from replayssm.plan import (
     best_window,
     capacity,
     choose_precision,
+    choose_window,
     conventional_step,
     gpus,
     predict,
@@ -152,6 +153,14 @@ def test_experts_read_grow_from_those_of_a_token_to_all():
     assert moe.params_read(1) == pytest.approx(moe.params_active)
     assert moe.params_read(2) < 2 * moe.params_active
     assert moe.params_read(10_000) == pytest.approx(moe.params_stored)
+
+
+def test_the_window_that_was_fastest_has_room_for_two_steps():
+    for name, few, many in (("mamba2", 32, 48), ("gdn", 32, 32), ("kda", 16, 32)):
+        recurrence = {"mamba2": MAMBA2, "gdn": GDN, "kda": KDA}[name]
+        assert [choose_window(recurrence, draft) for draft in (1, 16)] == [few, many]
+        assert all(choose_window(recurrence, draft) >= 2 * draft for draft in range(1, 17))
+        assert choose_window(recurrence, 4, "cpu") == 16 + 3
 
 
 def test_best_window_is_the_square_root_of_fold_over_read():

@@ -114,6 +114,13 @@ def test_windows(window, max_draft):
         assert texts(served.generate(prompts(), lengthy())) == wanted
 
 
+def test_a_window_for_the_device_and_the_drafts():
+    model, _ = tiny("kimi_linear")
+    for max_draft, window in ((1, 16), (4, 19)):
+        with Engine(model, slots=1, max_draft=max_draft) as served:
+            assert {pool.layout.window for pool in served.runner.pools} == {window}
+
+
 def test_memory_instead_of_slots():
     model, wanted = tiny()
     with engine(model, slots=1) as one:

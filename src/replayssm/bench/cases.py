@@ -14,6 +14,7 @@ from torch import Tensor
 from replayssm.checks import ReplayError
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.layout import GDN, KDA, MAMBA2, Layout, Precision, Recurrence
+from replayssm.plan import choose_window
 
 RECURRENCES = {recurrence.name: recurrence for recurrence in (MAMBA2, GDN, KDA)}
 
@@ -98,16 +99,6 @@ def name_of(row: Mapping[str, Any]) -> str:
     return f"{row['shape']}/b{row['batch']}/t{tokens}/w{row['window']}/{row['precision']}"
 
 
-def usual_window(shape: str, draft: int) -> int:
-    """The window that the tables use, the fastest of those tried on an H200: short where an entry is wide (a decay per
-    channel), long where a fold is cheap beside a step of many drafts.
-    """
-    recurrence = size_of(shape).recurrence
-    if recurrence == KDA:
-        return max(16, 2 * draft)
-    return 48 if draft > 4 and recurrence.update == "add" else 32
-
-
 def usual_accepted(draft: int) -> int:
     """Tokens that a commit accepts: 3 of 4, 5 of 8, about two thirds of others."""
     return {4: 3, 8: 5}.get(draft, max(1, round(0.65 * draft)))
@@ -137,7 +128,7 @@ def make_case(
     case = Case(
         shape,
         batch,
-        window or usual_window(shape, draft),
+        window or choose_window(size_of(shape).recurrence, draft),
         draft,
         accepted or usual_accepted(draft),
         Precision.preset(precision).name,

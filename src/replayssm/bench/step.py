@@ -186,14 +186,6 @@ def engine_ms(model: nn.Module, work: Work, steps: int = 20, warm: int = 3) -> f
     return statistics.median(times[warm:])
 
 
-def usual_window(model: nn.Module) -> int:
-    """The window of the tables: short where an entry is wide, as with a decay for each channel."""
-    from replayssm.engine.binding import find_mixers
-    from replayssm.integrations.transformers.delta import KdaScan
-
-    return 16 if any(family is KdaScan for _, family in find_mixers(model)) else 32
-
-
 def works(batches: Sequence[int], contexts: Sequence[int], precisions: Sequence[str], **options: Any) -> list[Work]:
     """The product of the lists; wrong numbers raise."""
     return [

@@ -14,8 +14,9 @@ from rich.table import Table
 from replayssm.bench.models import MODELS, raw_config
 from replayssm.bench.rows import append, provenance, version
 from replayssm.bench.steady import Work
-from replayssm.bench.step import Bench, in_words, usual_window, works
+from replayssm.bench.step import Bench, in_words, works
 from replayssm.bench.timing import free
+from replayssm.engine.runner import window_of
 
 from .bench import bench
 from .common import UserError, command, console, print_json
@@ -26,7 +27,7 @@ BATCHES = (1, 16, 64, 256, 512)
 STEP_BATCH = typer.Option(min=1, help=f"sequences; repeat for several (default: {', '.join(map(str, BATCHES))})")
 SPEC_BATCH = typer.Option(min=1, help="sequences; repeat for several (default: 256)")
 CONTEXT = typer.Option(min=1, help="tokens of every sequence, random; repeat for several")
-WINDOW = typer.Option(min=1, help="entries of the buffer, drafts included (default: 32, with a decay a channel 16)")
+WINDOW = typer.Option(min=1, help="entries of the buffer, drafts included (default: the fastest, see docs/planning.md)")
 LAYERS = typer.Option(min=1, help="only the model's first layers; rows say it")
 DEVICE = typer.Option(help="cuda or cpu (default: cuda where there is one)")
 CYCLES = typer.Option(min=1, help="full cycles of folds that are timed")
@@ -133,7 +134,7 @@ def _run(
             _note(f"{name}: {in_words(problem)}")
             free()
             continue
-        for work in works(**case, window=window or usual_window(bench.model)):
+        for work in works(**case, window=window or window_of(bench.model, case.get("draft", 1))):
             label = f"{name}, batch {work.batch}, context {work.context}, {work.precision}"
             if time.monotonic() > until:
                 _note(f"out of time before {label}")

@@ -21,7 +21,7 @@ class Setting:
 
     Attributes:
         model: a shipped name or a folder.
-        window: None: 16 and the drafts.
+        window: None: 16 and the drafts; an engine chooses.
         threads: None: as ``setup.set_threads`` decides.
     """
 
@@ -70,4 +70,5 @@ class Setting:
         from replayssm.engine import Engine
 
         drafter = self.speculation.drafter(target, self.assistant(tokenizer))
-        return Engine(target, tokenizer, drafter=drafter, **self.room, **options)
+        room = {**self.room, "window": self.window}  # None: the engine chooses
+        return Engine(target, tokenizer, drafter=drafter, **room, **options)

@@ -12,7 +12,7 @@ from replayssm import Precision, ReplayError, checks
 from .drafters import Ask
 from .grow import Growing
 from .packed import Row
-from .runner import Runner, settings_of
+from .runner import Runner, settings_of, window_of
 from .tree import Draft
 
 
@@ -27,7 +27,7 @@ class DraftModel(Growing):
         model: nn.Module,
         branches: Sequence[int] = (1,),
         *,
-        window: int = 16,
+        window: int | None = None,
         precision: Precision | None = None,
         chunk: int = 128,
         cost: float = 0.4,
@@ -66,7 +66,8 @@ class DraftModel(Growing):
         ours, theirs = (m.get_output_embeddings().weight.shape[0] for m in (self.model, model))  # type: ignore
         if ours != theirs:
             raise ReplayError(f"drafter: the draft model has {ours} tokens, the engine's model {theirs}")
-        settings = settings_of(self._window, max_draft, self._precision)
+        window = window_of(self.model, max_draft) if self._window is None else self._window
+        settings = settings_of(window, max_draft, self._precision)
         self._runner = Runner(self.model, slots, None, max_length, settings, self._graphs)
         self._free, self._slots = list(range(slots))[::-1], {}
 

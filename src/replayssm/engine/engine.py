@@ -14,7 +14,7 @@ from .drafters import Drafter
 from .loop import Counters, Loop
 from .prefix import PrefixCache
 from .request import Event, Params, Request, Sample
-from .runner import Runner, settings_of
+from .runner import Runner, settings_of, window_of
 from .sampling import mix
 from .scheduler import Scheduler
 from .text import TextStream
@@ -42,7 +42,7 @@ class Engine:
         slots: int | None = None,
         memory: int | None = None,
         max_length: int = 2048,
-        window: int = 16,
+        window: int | None = None,
         max_draft: int | None = None,
         precision: Precision | None = None,
         drafter: Drafter | None = None,
@@ -59,7 +59,8 @@ class Engine:
             slots: sequences that run at a time; 8 where neither this nor ``memory`` is given.
             memory: bytes for sequences, instead of ``slots``; what a drafter keeps of them comes on top.
             max_length: most tokens of a sequence, prompt included.
-            window: tokens between two writes of a state.
+            window: entries of a buffer, drafts included; a state is written once in about so many tokens less the
+                drafts. None: what decodes fastest (``plan.choose_window``).
             max_draft: most tokens of a sequence in one decode step, drafts and the one before them; by default 1
                 without a drafter and 8 with one.
             precision: how states are stored; float32 by default.
@@ -86,7 +87,7 @@ class Engine:
                 checks.integer(name, value, least)
         checks.integer("prefix_memory", prefix_memory, 0)
         most = max_draft if max_draft is not None else (8 if drafter is not None else 1)
-        settings = settings_of(window, most, precision)
+        settings = settings_of(window_of(model, most) if window is None else window, most, precision)
         checks.integer("chunk", chunk, 1)
         self.tokenizer, self.drafter, self.seed = tokenizer, drafter, checks.integer("seed", seed, 0)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from replayssm import MAMBA2, Conv, Layout, Precision, ReplayCache, ReplayError
+from replayssm.integrations.transformers.registry import find_mixers
 from replayssm.integrations.transformers.scan import Scan, Settings
+from replayssm.plan import choose_window
 
 from .attention import KeyValues, Span
 from .binding import bind, cache_name, configs_of, packed, takes, unbind
@@ -406,6 +408,12 @@ def _wanted(row: Row, span: Span) -> range:
 def _has_kernels(device: torch.device) -> bool:
     """Whether the verbs run as kernels: on a GPU, or interpreted for tests."""
     return device.type == "cuda" or bool(os.environ.get("REPLAYSSM_INTERPRET"))
+
+
+def window_of(model: nn.Module, max_draft: int) -> int:
+    """The window that decodes fastest (``plan.choose_window``): of the first recurrent layers, if there are any."""
+    kinds = [family.recurrence for _, family in find_mixers(model, required=False)]
+    return choose_window(kinds[0] if kinds else MAMBA2, max_draft, next(model.parameters()).device.type)
 
 
 def settings_of(window: int, max_draft: int, precision: Precision | None) -> Settings:
