@@ -107,13 +107,13 @@ def neighbours(tile: Tile, layout: Layout, kernel: str) -> list[Tile]:
     """Tiles that differ in one knob by one place of its ladder, as far as they are legal for the layout.
 
     Rows stay within head_dim and columns within state_dim, each rounded up to a power of two; only plain decode cuts
-    the columns into parts.
+    the columns into parts, and a fold has one stage.
     """
     decode = kernel == "step" and layout.max_draft == 1
     most = {"p": power_of_2(layout.head_dim), "k": power_of_2(layout.state_dim), "heads": shared(layout)}
     found = []
     for knob, ladder in LADDERS.items():
-        if knob in ("k", "heads") and not decode:
+        if (knob in ("k", "heads") and not decode) or (knob == "stages" and kernel == "fold"):
             continue
         here = getattr(tile, knob)
         below = [value for value in ladder if value < here][-1:]

@@ -1,7 +1,7 @@
 """Which window: as ``auto`` chooses a precision, from what was measured instead of bytes alone.
 
-Bytes say how wide an entry is (``predict.best_window``), not what a fold costs in a kernel. docs/performance.md has the
-sweeps.
+Bytes say how wide an entry is (``predict.best_window``), not what a fold costs in a kernel. benchmarks/NOTES.md has the
+sweeps: four and eight drafts on an H200.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from replayssm.layout import KDA, Recurrence
 
 
 def choose_window(recurrence: Recurrence, max_draft: int = 1, device: str = "cuda") -> int:
-    """The fastest of the windows that were tried, entries of drafts included.
+    """The fastest of the windows that were tried with drafts, entries of those included; without, that of the tables.
 
     On a GPU (float32, batch 256): 16 where an entry has a decay per channel; else 32, or 48 where a fold is one product
     beside steps of more than four drafts; and room for two steps at least. On the CPU 16 entries and room for the

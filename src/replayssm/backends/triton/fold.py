@@ -356,9 +356,9 @@ def fold_kernel(
         solved = ()
         for n in tl.static_range(BLOCKS):
             if SOLVES:
-                solved = solved + (solution(key, weight, decay, key_scale, n * 16, length, S),)
+                solved = solved + (solution(key, weight, decay, key_scale, n * SIZE, length, S),)
             else:
-                solved = solved + (additions(weight, decay, key_scale, n * S.BE, length, S),)
+                solved = solved + (additions(weight, decay, key_scale, n * SIZE, length, S),)
         state, scale, head_scale = state_of(table, layer, 0, 10, slot, STATE, TYPES)
         to_state, to_scale, to_head_scale = state_of(table, layer, 8, 10, target, TARGET, TYPES)
         most = tl.full([S.BP, S.BK], 0.0, tl.float32)
@@ -372,15 +372,15 @@ def fold_kernel(
             parts = load_state(state, scale, head_scale, head, rows, inside, STATE, S)
             if SOLVES:
                 for n in tl.static_range(BLOCKS):
-                    if n * 16 < length:
-                        parts = solve_block(parts, solved[n], key, value, n * 16, length, p, columns, S)
+                    if n * SIZE < length:
+                        parts = solve_block(parts, solved[n], key, value, n * SIZE, length, p, columns, S)
             elif ADDS:
                 # The next tile's values come while this one's products are made.
                 values = behind
                 behind = values_at(value, length, rows_at(tile + 1, S), S)
                 for n in tl.static_range(BLOCKS):
-                    if n * S.BE < length:
-                        parts = add_block(parts, values[n], solved[n], key, n * S.BE, length, columns, S)
+                    if n * SIZE < length:
+                        parts = add_block(parts, values[n], solved[n], key, n * SIZE, length, columns, S)
             else:
                 entry = entry_at(key, value, weight, decay, channels, key_scale, length * 0, p, columns, S)
                 for e in tl.range(0, length, num_stages=1):

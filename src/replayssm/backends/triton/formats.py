@@ -406,10 +406,12 @@ def fetch_state(layer, strides, where, rows, live, part, N: tl.constexpr, S: tl.
 
 
 @triton.jit
-def as_fetched(x, S: tl.constexpr):
-    """x where it is used: the compiler would share words among threads, and wait for them, where they are fetched."""
-    if S.arch > 0 and x.dtype == tl.int32:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+def as_loaded(x, S: tl.constexpr):
+    """x (32 bits) in the threads that loaded it, until here: the compiler would load it word by word, in the order of
+    its use, or share it among threads, and wait for it, before it loads what comes behind.
+    """
+    if S.arch > 0 and (x.dtype == tl.float32 or x.dtype == tl.int32):
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
     else:
         return x
 
@@ -428,7 +430,7 @@ def fetched_state(fetched, N: tl.constexpr, S: tl.constexpr):
         return found
     else:
         UNIT: tl.constexpr = block_unit(WORD, S.arch)
-        low, high = block_scales(as_fetched(fetched[1], S), N, S), block_scales(as_fetched(fetched[2], S), N, S)
+        low, high = block_scales(as_loaded(fetched[1], S), N, S), block_scales(as_loaded(fetched[2], S), N, S)
         low, high = low * UNIT, high * UNIT
         return times(found[0], low, S.arch), times(found[1], high, S.arch)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm.backends.triton.formats import planes, read_state, row_scales, store_written
+from replayssm.backends.triton.formats import as_loaded, planes, read_state, row_scales, store_written
 from replayssm.backends.triton.gates import gate_inputs, head_gates, load_or, unit_scales
 from replayssm.backends.triton.probes import blocks_of, probes_of_group, probes_of_head
 from replayssm.backends.triton.tile import (
@@ -129,15 +129,6 @@ def used_values(layer, strides, where, head, S: tl.constexpr):
         return layer.value + where * strides.value + head * S.W * S.P
     else:
         return layer.written + where * strides.written + head * S.W * S.P
-
-
-@triton.jit
-def as_loaded(x, S: tl.constexpr):
-    """x in the threads that loaded it: the compiler would fetch float32 in the order of a product, word by word."""
-    if S.arch > 0 and x.dtype == tl.float32:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
-    else:
-        return x
 
 
 @triton.jit
